@@ -181,7 +181,7 @@ class ErnieImage(DiffusersFamily):
     lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Mistral3Model, "vae": AutoencoderKLFlux2}
     block_lists = ("layers",)
-    masks_attention = True
+    masks_attention = "always"
     unused_matmuls = ("mlp.linear_fc2",)
     size_divisor = 16
     max_prompt_tokens = 512

@@ -254,7 +254,7 @@ class HunyuanVideo(DiffusersFamily):
     }
     tokenizers = ("tokenizer", "tokenizer_2")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    masks_attention = True
+    masks_attention = "always"
     unused_matmuls = ("ff.net.2", "ff_context.net.2", "proj_out")
     record_kinds: ClassVar[tuple[RecordKind, ...]] = ("video", "image")
     size_divisor = 16

@@ -187,7 +187,7 @@ class Ideogram4(DiffusersFamily):
     lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3VLModel, "vae": AutoencoderKLFlux2}
     block_lists = ("layers",)
-    masks_attention = True
+    masks_attention = "always"
     size_divisor = 16
     max_prompt_tokens = 2048
     model_fn = model_fn_ideogram4

@@ -180,6 +180,7 @@ class ZImage(DiffusersFamily):
     lora_spelling = taken_by_comfyui(by_kohya_names=False)
     lora_layers: ClassVar[LoraLayers] = {"transformer": _LORA_LAYERS}
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3Model, "vae": AutoencoderKL}
+    masks_attention = "never"
     block_lists = ("noise_refiner", "context_refiner", "layers")
     size_divisor = 16
     max_prompt_tokens = 512

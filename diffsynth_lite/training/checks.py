@@ -183,18 +183,29 @@ def _check_compiler(config: Config, device: torch.device) -> None:
 
 
 def _check_backends(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> None:
-    if (backend := config.model.attention) is None:
+    backend, train = config.model.attention, config.train
+    if backend is None:
         return
+    is_batched = train.micro_batch_size > 1 or train.micro_batch_tokens is not None
     if not (family.dispatches_attention and has_backends(transformer)):
         reason = "computes its attention by torch and lets nobody choose"
-    elif family.masks_attention and backend in WITHOUT_MASKS:
+    elif backend in WITHOUT_MASKS and has_masks(family, in_batches=False):
         reason = "gives its attention masks, which this kernel does not take"
+    elif backend in WITHOUT_MASKS and has_masks(family, in_batches=is_batched):
+        reason = "masks the padding of prompts, which this kernel cannot; set train.micro_batch_size: 1"
     else:
         return
     raise UserError(
         f"model.attention: {backend} is not for model.family {config.model.family}: diffusers "
-        f"{diffusers.__version__} {reason}; set it to null"
+        f"{diffusers.__version__} {reason}, or model.attention: null"
     )
+
+
+def has_masks(family: ModelFamily, *, in_batches: bool) -> bool:
+    """Whether attention of a family's model has masks: of single samples, or in batches with others."""
+    if family.masks_attention == "padding":
+        return in_batches and not (family.splits_batches or family.keeps_padding)
+    return family.masks_attention == "always"
 
 
 def check_attention(config: Config, family: ModelFamily, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from family_sample import ELSEWHERE, SIGMA, Sample
 
 from diffsynth_lite.core.attention import has_backends, use_backend
+from diffsynth_lite.training.checks import has_masks
 
 WITHOUT_BACKENDS = (
     *("anima", "aura_flow", "cogvideox", "hidream", "lumina2", "qwen_image_21", "sana", "sd3", "sdxl"),
@@ -42,13 +43,18 @@ def test_attention_is_by_the_kernel_that_is_chosen_in_families_that_offer_it(
         if hasattr(getattr(module, "processor", None), "_attention_backend"):
             monkeypatch.setattr(module.processor, "_attention_backend", None)  # restored afterwards
 
-    def velocity() -> torch.Tensor:
+    def velocity(num_samples: int = 1) -> torch.Tensor:
         calls.clear()
+        first = slice(num_samples)
         with torch.no_grad():
-            return family.predict(model, sample.latents[:1].float(), SIGMA[:1], sample.conditioning[:1])
+            return family.predict(
+                model, sample.latents[first].float(), SIGMA[first], sample.conditioning[first]
+            )
 
+    velocity(len(sample.conditioning))
+    assert has_masks(family, in_batches=True) == any(is_masked for _, is_masked in calls)
     plain = velocity()
-    assert family.masks_attention == any(is_masked for _, is_masked in calls)
+    assert has_masks(family, in_batches=False) == any(is_masked for _, is_masked in calls)
     assert {name for name, _ in calls} == {"native"}
     use_backend(model, "native")
     assert torch.equal(velocity(), plain)

@@ -54,18 +54,22 @@ def test_a_kernel_of_attention_is_refused_for_a_model_that_would_not_take_it(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
+    flash = {"model.attention": "_native_flash"}
     message = "model.attention: _native_flash is not for model.family qwen_image: diffusers 0."
-    for owner, name, value in (
-        (QwenImage, "masks_attention", True),
-        (QwenImage, "dispatches_attention", False),
-        (QwenDoubleStreamAttnProcessor2_0, "_attention_backend", None),
+    assert "set train.micro_batch_size: 1" in refusal(root, **flash, **{"train.micro_batch_size": "2"})
+    for owner, name, value, reason in (
+        (QwenImage, "masks_attention", "always", "gives its attention masks"),
+        (QwenImage, "dispatches_attention", False, "lets nobody choose"),
+        (QwenDoubleStreamAttnProcessor2_0, "_attention_backend", None, "lets nobody choose"),
     ):
         with monkeypatch.context() as patch:
             if value is None:
                 patch.delattr(owner, name)
             else:
                 patch.setattr(owner, name, value)
-            assert message in refusal(root, **{"model.attention": "_native_flash"})
+            found = refusal(root, **flash)
+            assert message in found
+            assert reason in found
 
 
 def test_held_out_items_that_are_also_trained_on_are_refused(root: Path) -> None:

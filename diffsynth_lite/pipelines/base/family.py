@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -59,7 +59,8 @@ class ModelFamily(ABC):
             or a video.
         sequence_split: how context parallelism splits its model; None where it cannot.
         dispatches_attention: whether the attention of its model is by the kernel that it is to take.
-        masks_attention: whether it has a mask even where all prompts are of one length.
+        masks_attention: whether it has a mask: never, for padding that a batch adds to shorter prompts, or
+            always.
         default_num_layers: of a preview unless the user or the data set it; 0 in families without layers.
         splits_batches: whether ``predict`` runs the model once for each length of prompts in a batch.
         is_counted_by_few_blocks: whether the memory of all blocks can be estimated from a few, each called
@@ -100,7 +101,7 @@ class ModelFamily(ABC):
     splits_batches: ClassVar[bool] = False
     sequence_split: ClassVar[SequenceSplit | None] = None
     dispatches_attention: ClassVar[bool] = True
-    masks_attention: ClassVar[bool] = False
+    masks_attention: ClassVar[Literal["never", "padding", "always"]] = "padding"
     default_num_layers: ClassVar[int] = 0
     is_counted_by_few_blocks: ClassVar[bool] = True
     takes_small_controls: ClassVar[bool] = False

@@ -147,7 +147,7 @@ class HunyuanVideo15(DiffusersFamily):
     lora_layers = HUNYUAN_VIDEO_15_LAYERS
     tokenizers = ("tokenizer", "tokenizer_2")
     block_lists = ("transformer_blocks",)
-    masks_attention = True
+    masks_attention = "always"
     unused_matmuls = ("ff.net.2", "ff_context.net.2")
     size_divisor = 16
     frame_step = 4

@@ -109,6 +109,7 @@ class Wan(ExpertFamily):
     unused_matmuls = ("ffn.net.2",)
     sequence_split: ClassVar[SequenceSplit | None] = SequenceSplit(whole_attention=("attn2",))
     frame_step = 4
+    masks_attention = "never"
     max_prompt_tokens = 512
     model_fn: ClassVar[Callable[..., Any]] = model_fn_wan
     num_timesteps = 1000
