@@ -5,7 +5,7 @@ built on the meta device: nothing is downloaded.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +14,7 @@ import torch
 from diffsynth_lite.lora import adapter_size, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import num_parameters, weight_bytes, write_release
-from diffsynth_lite.releases import Release
+from diffsynth_lite.releases import Release, ReleaseComponent
 
 RANK = 16
 
@@ -62,7 +62,9 @@ def _row(family_class: type[ModelFamily], release: Release) -> Sequence[str]:
         layers = find_target_layers(
             model, family.default_target_modules, unused_modules=family.unused_modules(model)
         )
-        trained = [sum(map(torch.numel, part.parameters())) for part in family.parts_of(model).values()]
+        trained = {
+            name: sum(map(torch.numel, part.parameters())) for name, part in family.parts_of(model).items()
+        }
         readers = [
             num_parameters(component)
             for name, component in release.components.items()
@@ -71,14 +73,14 @@ def _row(family_class: type[ModelFamily], release: Release) -> Sequence[str]:
         width, height, num_frames = release.size
         return (
             f"[{release.name}](https://huggingface.co/{release.hub_id})",
-            " + ".join(map(_count, trained)),
+            " + ".join(map(_count, trained.values())),
             " + ".join(map(_count, readers)),
             _count(adapter_size(model, layers, rank=RANK)),
             f"{width}x{height}" + (f"x{num_frames}" if num_frames > 1 else ""),
             " x ".join(map(str, shape)),
             f"{family.num_tokens(shape):,}",
             f"{family.family_shift(shape):.3g}",
-            _weights(release),
+            _weights(release, trained),
             _terms(release),
             "; ".join(release.unconfirmed),
         )
@@ -91,15 +93,21 @@ def _count(number: int) -> str:
     return f"{number / 10**power:.{digits}f} {unit}"
 
 
-def _weights(release: Release) -> str:
-    sizes = {
-        name: weight_bytes(component) if component.num_bytes is None else component.num_bytes
-        for name, component in release.components.items()
-    }
+def _weights(release: Release, trained: Mapping[str, int]) -> str:
+    sizes = {name: _num_bytes(component, trained.get(name)) for name, component in release.components.items()}
     known = sum(size for size in sizes.values() if size is not None) / 1e9
     unknown = [name for name, size in sizes.items() if size is None]
     variants = f"; also {', '.join(release.variants)}" if release.variants else ""
     return f"{known:.1f} GB" + (f" without {', '.join(unknown)}" if unknown else "") + variants
+
+
+def _num_bytes(component: ReleaseComponent, num_parameters: int | None) -> int | None:
+    """Bytes of the weights; a model whose parameters are counted is not built again."""
+    if component.num_bytes is not None:
+        return component.num_bytes
+    if num_parameters is None or component.dtype is None:
+        return weight_bytes(component)
+    return num_parameters * getattr(torch, component.dtype).itemsize
 
 
 def _terms(release: Release) -> str:
