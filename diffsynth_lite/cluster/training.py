@@ -66,8 +66,11 @@ def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.util.queue import Queue
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    refused = Queue(actor_options={"num_cpus": 0})
+    # On the node of this process: another one may be lost.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    refused = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     run = RunFolder(Path(request.run_folder))
     # Ray's own record, seen by all nodes; a new run wants its folder empty.
     storage = run.path.parent / f".ray-{secrets.token_hex(4)}" / run.path.name
