@@ -170,15 +170,16 @@ def _train_here(config: dict[str, Any]) -> Ended:
         error_file = Path(folder) / "error.json"
         started = []
         for local_rank in range(request.processes):
-            variables = {
-                "MASTER_ADDR": address[0],
-                "MASTER_PORT": str(address[1]),
-                "WORLD_SIZE": str(num_nodes * request.processes),
-                "RANK": str(node * request.processes + local_rank),
-                "LOCAL_WORLD_SIZE": str(request.processes),
-                "LOCAL_RANK": str(local_rank),
-                "TORCHELASTIC_ERROR_FILE": str(error_file),
-            }
+            variables = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+            if num_nodes * request.processes > 1:  # One process is a run of this machine, bit for bit.
+                variables |= {
+                    "MASTER_ADDR": address[0],
+                    "MASTER_PORT": str(address[1]),
+                    "WORLD_SIZE": str(num_nodes * request.processes),
+                    "RANK": str(node * request.processes + local_rank),
+                    "LOCAL_WORLD_SIZE": str(request.processes),
+                    "LOCAL_RANK": str(local_rank),
+                }
             child = start(["diffsynth_lite.cli.train", *words], request.folder, variables=variables)
             children.callback(child.kill)
             started.append(child)
