@@ -118,7 +118,7 @@ SETTINGS = {
     "memory.policy=only memory.policy_blocks=[0,2]": (
         "memory.policy_blocks: only names blocks [2]; the model has blocks 0 to 1"
     ),
-    "model.attention=flash": "model.attention: flash does not run here: Flash Attention backend 'flash'",
+    "model.attention=flash": "model.attention: flash is not for model.family qwen_image",
     "memory.policy=last_k memory.policy_n=3": "memory.policy_n: last_k of 3 blocks; the model has 2",
     "memory.policy=skip memory.policy_blocks=[0,1]": (
         "memory.policy_blocks: skip of blocks [0, 1] selects none of 2 blocks"
