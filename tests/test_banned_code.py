@@ -126,3 +126,13 @@ def test_each_rule_passes_the_good_and_finds_the_bad(
 ) -> None:
     assert list(rule(ast.parse(good))) == []
     assert len(list(rule(ast.parse(bad)))) == 1
+
+
+def test_ray_is_imported_in_its_room_only() -> None:
+    def rays(tree: ast.AST) -> Offences:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield from ((node.lineno, name) for name in imported(node) if name.split(".")[0] == "ray")
+
+    places = {offence.partition(":")[0].rpartition("/")[0] for offence in offences(rays, PRODUCT)}
+    assert places == {"diffsynth_lite/cluster"}

@@ -13,7 +13,13 @@ from rich.progress import Progress
 from rich.prompt import Confirm
 
 from diffsynth_lite.cli.arguments import add_config_arguments, part_of
-from diffsynth_lite.cli.cluster import add_ray_arguments, refuse_without_ray, require_done, run_parts
+from diffsynth_lite.cli.cluster import (
+    add_ray_arguments,
+    refuse_without_ray,
+    require_done,
+    run_parts,
+    shared_folder,
+)
 from diffsynth_lite.cli.processes import join_processes, refuse_group
 from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.errors import UserError, join_lines, join_names
@@ -113,9 +119,10 @@ def _fill_on_cluster(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig])
     if parsed.part:
         raise UserError(f"--part {parsed.part[0]}/{parsed.part[1]}: --ray makes the parts; give --parts N")
     refuse_group(os.environ, "cache fill --ray")
-    from diffsynth_lite.training.data_settings import cache_folder, data_sources, find_training_records
+    from diffsynth_lite.training.data_settings import data_sources, find_training_records
 
     for one in loaded:
+        cache = shared_folder(one.config.data.cache_dir, key="data.cache_dir")
         records = find_training_records(one.config).require_all()
         places = [source.folder for source in data_sources(one.config)]
         presets = [word for name in parsed.presets for word in ("--preset", name)]
@@ -124,7 +131,7 @@ def _fill_on_cluster(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig])
             parsed,
             words,
             {record.name: float(record.target.stat().st_size) for record in records},
-            written=[cache_folder(one.config).resolve()],
+            written=[cache],
             read=[Path.cwd(), one.path.resolve(), *(place.resolve() for place in places if place)],
             then=words,  # It finds what only all parts together show.
         )

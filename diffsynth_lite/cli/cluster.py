@@ -126,6 +126,23 @@ def without_ray(words: Sequence[str]) -> list[str]:
     return left
 
 
+def shared_folder(text: str, *, key: str) -> Path:
+    """The whole path of a folder or file that all nodes see.
+
+    Args:
+        key: the setting or flag that names it, for messages.
+
+    Raises:
+        UserError: it is in an object store.
+    """
+    if "://" in text:
+        raise UserError(
+            f"{key}: {text}: is in an object store, which commands on a cluster do not read; mount it as a "
+            "folder on all nodes"
+        )
+    return Path(text).expanduser().resolve()
+
+
 def run_parts(
     parsed: argparse.Namespace,
     words: Sequence[str],
@@ -217,16 +234,17 @@ def train_there(parsed: argparse.Namespace, loaded: LoadedConfig, words: Sequenc
     if not 1 <= min_nodes <= num_nodes:
         raise UserError(f"--num-nodes {num_nodes}, --min-nodes {min_nodes}: at least 1, and no more than all")
     config, here = loaded.config, Path.cwd()
-    run_folder = Path(config.output.dir).expanduser().resolve()
-    paths = [source.path for source in config.data.sources_by_key.values()]
-    given = [Path(path).expanduser() for path in (config.model.path, *paths) if path]
+    run_folder = shared_folder(config.output.dir, key="output.dir")
+    given = {f"{key}.path": source.path for key, source in config.data.sources_by_key.items()}
+    given |= {"model.path": config.model.path, "data.cache_dir": config.data.cache_dir}
+    paths = [shared_folder(path, key=key) for key, path in given.items() if path]
     with connected(ClusterRequest(address=parsed.ray or None)) as ray:
         gpus = default_gpus(ray, parsed) if parsed.gpus_per_node is None else parsed.gpus_per_node
         cluster = cluster_request(parsed, gpus=gpus)
         require_shared(
             ray,
             written=[run_folder.parent],
-            read=[here, loaded.path.resolve(), *(path.resolve() for path in given if path.exists())],
+            read=[here, loaded.path.resolve(), *(path for path in paths if path.exists())],
         )
         words = ["--config", str(loaded.path.resolve()), *words[2:], f"output.dir={run_folder}"]
         train_on_cluster(

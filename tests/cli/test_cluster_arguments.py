@@ -144,3 +144,15 @@ def test_wrong_input_is_the_users_and_what_failed_otherwise_is_not() -> None:
         require_done([fine, bad])
     with pytest.raises(RunStoppedError, match="part 2/3: the node was lost"):
         require_done([fine, bad, lost])
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [("cache fill", "data.cache_dir"), ("train", "output.dir"), ("train", "model.path")],
+)
+def test_an_object_store_is_refused_before_a_cluster_is_joined(
+    command: str, key: str, tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = [*command.split(), *tiny_run.arguments, f"{key}=s3://bucket/mine", "--ray", "auto"]
+    assert main(words) == 2
+    assert f"{key}: s3://bucket/mine: is in an object store" in caplog.text

@@ -425,3 +425,14 @@ def test_a_different_run_in_a_folder_without_a_status_has_failed(tmp_path: Path)
     with pytest.raises(DifferentRunError), recorded(tmp_path):
         raise DifferentRunError("another rank")
     assert status(tmp_path)["state"] == "failed"
+
+
+def test_the_node_of_a_run_is_named_where_it_is_another_machine(folder: RunFolder) -> None:
+    assert (folder.node, folder.trains()) == ("", False)
+    with folder.lock():
+        start_without_lock(folder)
+        assert (folder.node, folder.trains(), folder.trains_here()) == ("", True, True)
+    (folder.path / ".lock").write_text("process 7 on node-3, started then\n")
+    assert (folder.node, folder.trains(), folder.trains_here()) == ("node-3", True, False)
+    folder.status_file.write_text('{"state": "finished"}')
+    assert (folder.node, folder.trains()) == ("node-3", False)
