@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,13 @@ from diffsynth_lite.cli.cluster import (
     without_ray,
 )
 from diffsynth_lite.cli.main import build_parser, main
+from diffsynth_lite.cli.queue import worker_of
 from diffsynth_lite.cluster.node import Ended
 from diffsynth_lite.data.records import Part
 from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.queue.entry import Entry
+from diffsynth_lite.queue.folder import Queue
+from diffsynth_lite.workspace import Workspace
 
 
 def parsed(*words: str, parts: bool = True) -> argparse.Namespace:
@@ -156,3 +161,19 @@ def test_an_object_store_is_refused_before_a_cluster_is_joined(
     words = [*command.split(), *tiny_run.arguments, f"{key}=s3://bucket/mine", "--ray", "auto"]
     assert main(words) == 2
     assert f"{key}: s3://bucket/mine: is in an object store" in caplog.text
+
+
+@pytest.mark.parametrize("command", ["queue work", "sweep mine.yaml lora.rank=4,8"])
+def test_runs_of_a_queue_and_of_a_sweep_are_started_on_the_cluster(command: str, tmp_path: Path) -> None:
+    given = build_parser().parse_args([*command.split(), "--ray", "auto", "--gpus-per-node", "0"])
+    queue = Queue(Workspace(tmp_path))
+    entry = Entry(config="configs/mine.yaml", folder="runs/mine", num_nodes=2)
+    with worker_of(given, queue) as worker:
+        words = worker._command(entry)
+    assert words[3:] == [
+        *("train", "--config", "configs/mine.yaml", "output.dir=runs/mine", "--num-nodes", "2"),
+        *("--ray", "auto", "--gpus-per-node", "0"),
+    ]
+    # Devices of this machine do not matter there.
+    assert not worker._has_no_room(entry, [entry] * 31)
+    assert worker._has_no_room(entry, [entry] * 32)

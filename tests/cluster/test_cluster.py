@@ -157,25 +157,43 @@ def test_a_node_that_does_not_see_the_folder_is_named(
     assert not list((tiny_run.root / "cache").iterdir())
 
 
-def test_captions_of_an_endpoint_are_those_of_one_machine_though_a_task_is_killed(
-    tiny_run: TinyRun, nodes: Nodes, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("lost", ["task", "node", "driver"])
+def test_captions_of_an_endpoint_are_those_of_one_machine_whatever_is_lost(
+    tiny_run: TinyRun, nodes: Nodes, capsys: pytest.CaptureFixture[str], lost: str
 ) -> None:
     data = tiny_run.root / "data"
     for caption in data.glob("*.txt"):
         caption.unlink()
+
+    def disturb() -> None:
+        node = wait_for(lambda: nodes.running("diffsynth_lite.cli.main caption"))[0]
+        if lost == "node":
+            nodes.lose(node)
+        else:
+            kill_first(nodes, "diffsynth_lite.cli.main caption")
+
     with running() as double:
         words = ["caption", str(data), "--endpoint", double.endpoint, "--model", "colours", "--json"]
-        killing = meanwhile(lambda: kill_first(nodes, "diffsynth_lite.cli.main caption"))
-        assert main([*words, "--ray", nodes.address, "--parts", "3"]) == 0
-        killing.join(LIMIT_S)
-        there = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        there = [*words, "--ray", nodes.address, "--parts", "3"]
+        if lost == "driver":
+            driver = started(there, tiny_run.root)
+            wait_for(lambda: nodes.running("diffsynth_lite.cli.main caption"))
+            driver.kill()
+            driver.wait()
+            wait_for(lambda: not nodes.running("diffsynth_lite.cli.main caption"))
+            assert main(there) == 0
+        else:
+            disturbing = meanwhile(disturb)
+            assert main(there) == 0
+            disturbing.join(LIMIT_S)
+        found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
         written = {path.name: path.read_text() for path in sorted(data.glob("*.txt"))}
         assert main([*words, "--replace", "all"]) == 0
     here = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert written == {path.name: path.read_text() for path in sorted(data.glob("*.txt"))}
-    # The part that was killed may have written some, which its second try kept.
-    assert there["written"].items() <= here["written"].items()
-    assert len(there["written"]) + there["kept"] == 5
+    # What was written before the loss was kept by the next try.
+    assert found["written"].items() <= here["written"].items()
+    assert len(found["written"]) + found["kept"] == 5
     assert sorted(path.name for path in (data / ".captions").glob("report*")) == ["report.jsonl"]
 
 
@@ -243,7 +261,7 @@ def test_a_run_that_is_refused_is_not_started_again(
     assert not tiny_run.folder.exists()
 
 
-def test_six_variants_are_trained_at_once_by_a_queue_on_the_cluster(
+def test_six_variants_are_trained_at_once_by_a_queue_whose_worker_was_killed_and_a_node_lost(
     tiny_run: TinyRun, nodes: Nodes, tmp_path: Path
 ) -> None:
     workspace = tmp_path / "work"
@@ -252,18 +270,22 @@ def test_six_variants_are_trained_at_once_by_a_queue_on_the_cluster(
     (workspace / "configs" / "tiny.yaml").write_text(config)
     words = ["queue", "add", "--workspace", str(workspace), "--config", "tiny.yaml"]
     assert main([*words, *tiny_run.settings, "train.steps=2", "lora.rank=1,2,3,4,5,6"]) == 0
+    work = ["queue", "work", "--workspace", str(workspace), "--ray", nodes.address, "--gpus-per-node", "0"]
+    worker = started(work, tmp_path)
+    kill_first(nodes, "cli.train")
+    worker.kill()
+    worker.wait()
     most = 0
 
     def disturb() -> None:
         nonlocal most
-        kill_first(nodes, "cli.train")
+        nodes.lose(wait_for(lambda: nodes.running("cli.train"))[0])
         while not (workspace / "done").exists():
             most = max(most, len(nodes.running("cli.train")))
             time.sleep(0.1)
 
     disturbing = meanwhile(disturb)
-    words = ["queue", "work", "--workspace", str(workspace), "--ray", nodes.address]
-    assert main([*words, "--gpus-per-node", "0"]) == 0
+    assert main(work) == 0
     (workspace / "done").touch()
     disturbing.join(LIMIT_S)
     done = Queue(Workspace(workspace)).snapshot().in_state("done")
