@@ -124,13 +124,14 @@ def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_
             sum(-(-(weight.nbytes + 64) // 512) * 512 for weight in weights_to_move(block))
             for block in blocks
         ]
-        resident, streamed, half, int8, nf4, averaged, sharded = (
+        resident, streamed, half, int8, rotated, nf4, averaged, sharded = (
             counter.count(replace(RESIDENT, **settings))
             for settings in (
                 {},
                 {"stream_blocks": "all", "stream_slots": 3},
                 {"stream_blocks": 2},
                 {"quantize": "int8"},
+                {"quantize": "int8_convrot"},
                 {"quantize": "nf4"},
                 {"has_average": True},
                 {"num_shards": 4},
@@ -148,8 +149,10 @@ def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_
     assert resident.weights - int8.weights == numbers * (2 - 1) - rows * 4
     assert resident.weights - nf4.weights == numbers * 2 - numbers // 2 - numbers // 64 * 4
     assert streamed.step == half.step == resident.step
-    # While one layer computes, its weight is there as it was.
+    # While one layer computes, its weight is there as it was; and rotated before, twice, in fp32.
     assert int8.step.peak - resident.step.peak <= max(weight.nbytes for weight in quantised)
+    assert rotated.weights == int8.weights
+    assert 0 < rotated.step.peak - int8.step.peak <= 8 * max(weight.numel() for weight in quantised)
     assert resident.optimizer == 2 * resident.lora
     # A block computes, one arrives, and the room that it arrives in is a third.
     assert sharded.slots == resident.weights - sum(whole) + 3 * max(whole)
