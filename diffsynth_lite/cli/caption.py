@@ -123,17 +123,18 @@ def run(parsed: argparse.Namespace) -> None:
 
 def _caption_on_cluster(parsed: argparse.Namespace) -> None:
     """Write the captions of parts as tasks of a cluster; the page is written here, of all of them."""
+    from diffsynth_lite.captioning.choice import choose
     from diffsynth_lite.captioning.contents import read_contents
     from diffsynth_lite.captioning.job import finish_parts
+    from diffsynth_lite.captioning.report import CaptionReport
 
     for name in ("part", "dry_run"):
         if value := getattr(parsed, name):
             raise UserError(f"--{name.replace('_', '-')} {value}: does not go with --ray; leave it out")
     job = _job(parsed)
-    frames = {
-        item.file: float(job.num_frames if is_video(item.file) else 1)
-        for item in read_contents(job.source).items
-    }
+    contents = read_contents(job.source, logs_skipped=True)
+    choose(job, contents, CaptionReport(job.folder))  # What is wrong is an error here, not in each part.
+    frames = {item.file: float(job.num_frames if is_video(item.file) else 1) for item in contents.items}
     words = [word for word in without_ray(parsed.words) if word != "--json"]
     began_at = time.perf_counter()
     ended = run_parts(

@@ -16,6 +16,7 @@ from diffsynth_lite.errors import Problems, UserError, join_names
 if TYPE_CHECKING:
     import ray
 
+_ANSWER_S = 10.0
 _CHECK_S = 120.0
 """Time in which a node answers; what it has to import first takes some seconds."""
 
@@ -42,6 +43,17 @@ class ClusterRequest:
         return {"CPU": 1.0, **({"GPU": self.gpus} if self.gpus else {}), **self.resources}
 
 
+def _require_answer(address: str) -> None:
+    """Check that something listens at ``HOST:PORT``: Ray itself would wait for minutes.
+
+    Raises:
+        OSError: nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+
+
 @contextmanager
 def connected(request: ClusterRequest) -> Iterator["ray"]:
     """Scope in which the cluster is joined; yields the module of Ray.
@@ -58,8 +70,9 @@ def connected(request: ClusterRequest) -> Iterator["ray"]:
             "--ray: Ray is not installed; install it on all nodes with pip install 'diffsynth_lite[ray]'"
         ) from None
     try:
+        _require_answer(request.address or "")
         ray.init(address=request.address, include_dashboard=None, logging_level="warning")
-    except (ConnectionError, ValueError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         given = request.address or ""
         reason = str(error).partition("\n")[0]
         raise UserError(

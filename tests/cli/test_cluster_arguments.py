@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 from tiny_run import TinyRun
 
 from diffsynth_lite.cli.cluster import (
@@ -177,3 +178,32 @@ def test_runs_of_a_queue_and_of_a_sweep_are_started_on_the_cluster(command: str,
     # Devices of this machine do not matter there.
     assert not worker._has_no_room(entry, [entry] * 31)
     assert worker._has_no_room(entry, [entry] * 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "holds no image or clip"),
+        (("--only", "cat.png"), "--only cat.png: is not an item"),
+        (("--part", "0/2"), "--part (0, 2): does not go with --ray"),
+        (("--dry-run", "2"), "--dry-run 2: does not go with --ray"),
+    ],
+)
+def test_captions_that_there_cannot_be_are_refused_before_a_cluster_is_joined(
+    flags: tuple[str, ...], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if flags:
+        Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    words = ["caption", str(tmp_path), "--endpoint", "http://127.0.0.1:1/v1", *flags, "--ray", "auto"]
+    assert main(words) == 2
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999"])
+def test_an_address_at_which_nothing_answers_is_an_error_at_once(
+    address: str, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda **_: pytest.fail("Ray waits")))
+    assert main(["train", *tiny_run.arguments, "--ray", address]) == 2
+    assert f"--ray {address}: " in caplog.text
+    assert "give the address of a running cluster, as ray start printed it" in caplog.text
