@@ -174,6 +174,18 @@ def test_only_run_folders_that_have_changed_are_walked_again(
     assert sorted(walked) == ["a", "a", "b"]
 
 
+def test_a_count_that_meets_damaged_settings_leaves_the_last_one_and_is_tried_again(screen: Screen) -> None:
+    runs = disk.DiskUse(screen.workspace).runs
+    wait_for(lambda: runs.latest() == {})
+    screen.workspace.settings_file.write_text("{")
+    runs.forget()
+    runs.latest()
+    wait_for(lambda: not runs._is_counting)
+    assert runs._due_at > 0
+    screen.workspace.settings_file.unlink()
+    assert runs.latest() == {}
+
+
 def test_a_cache_is_pruned_for_all_configs_after_a_look(screen: Screen, hub: Path, started: Started) -> None:
     for name in ("one", "two"):
         config(screen, name)

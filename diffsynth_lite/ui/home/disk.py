@@ -59,7 +59,8 @@ class Counted(Generic[_Count]):
     def _renew(self) -> None:
         started, self._is_old = time.monotonic(), False
         try:
-            self._latest = self._count()
+            with suppress(UserError):  # of damaged settings, which the page that reads them names
+                self._latest = self._count()
         finally:
             ended = time.monotonic()
             pause = max(_COUNT_EVERY_S, _PAUSE_MULTIPLE * (ended - started))
