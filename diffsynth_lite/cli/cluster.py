@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from diffsynth_lite.cli.arguments import positive_count
+from diffsynth_lite.cli.processes import refuse_group
 from diffsynth_lite.cluster.node import WRONG_INPUT, Ended
-from diffsynth_lite.cluster.session import ClusterRequest, connected, require_shared
+from diffsynth_lite.cluster.session import HERE, ClusterRequest, connected, num_slots, require_shared
 from diffsynth_lite.cluster.tasks import Task, run_tasks
 from diffsynth_lite.config import LoadedConfig
 from diffsynth_lite.errors import RunStoppedError, UserError, join_lines
 
 logger = logging.getLogger(__name__)
 
-HERE = ""
-"""The value of ``--ray`` without an address."""
 _MAX_FAILURES = 10
 """A run of days may lose some nodes; what fails at each start has failed by then."""
 _RAY_FLAGS = ("--ray", "--ray-resources", "--gpus-per-task", "--parts")
@@ -41,7 +41,7 @@ def add_ray_arguments(parser: argparse.ArgumentParser, *, parts: bool = False) -
         const=HERE,
         type=_address,
         metavar="ADDRESS",
-        help="run there: auto, or an address; without one Ray is started on this machine",
+        help="run there: auto, or HOST:PORT; without one Ray is started on this machine",
     )
     group.add_argument(
         "--ray-resources",
@@ -87,7 +87,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, run: bool = True)
 
 def ray_words(parsed: argparse.Namespace) -> list[str]:
     """The arguments of :func:`add_training_arguments`, as words for ``train``."""
-    words = ["--ray", *([parsed.ray] if parsed.ray else [])]
+    words = ["--ray", parsed.ray]
     if parsed.ray_resources:
         words += ["--ray-resources", json.dumps(parsed.ray_resources)]
     for name in ("gpus_per_node", "max_failures"):
@@ -111,7 +111,7 @@ def cluster_request(parsed: argparse.Namespace, *, gpus: float) -> ClusterReques
     Args:
         gpus: of each task.
     """
-    return ClusterRequest(address=parsed.ray or None, gpus=gpus, resources=parsed.ray_resources)
+    return ClusterRequest(address=parsed.ray, gpus=gpus, resources=parsed.ray_resources)
 
 
 def without_ray(words: Sequence[str]) -> list[str]:
@@ -167,13 +167,14 @@ def run_parts(
         How the parts ended, and the command after them.
     """
     with connected(cluster_request(parsed, gpus=0)) as ray:
-        require_shared(ray, written=written, read=read)
         if parsed.gpus_per_task is not None:
             gpus = parsed.gpus_per_task
         request = cluster_request(parsed, gpus=default_gpus(ray, parsed) if gpus is None else gpus)
-        count = parsed.parts or _PARTS_PER_SLOT * _slots(ray.cluster_resources(), request.bundle)
+        slots = num_slots(ray, request)
+        require_shared(ray, request, written=written, read=read)
+        count = parsed.parts or _PARTS_PER_SLOT * max(1, slots)
         parts = parts_by_cost(costs, max(1, min(count, len(costs))))
-        logger.info("%d items in %d parts; nodes: %d", len(costs), len(parts), len(ray.nodes()))
+        logger.info("%d items in %d parts; %d run at once now", len(costs), len(parts), slots)
         ended = list[Ended]()
         with Progress(console=Console(stderr=True, emoji=False)) as progress:
             bar = progress.add_task("parts", total=sum(parts.values()))
@@ -233,16 +234,18 @@ def train_there(parsed: argparse.Namespace, loaded: LoadedConfig, words: Sequenc
     min_nodes = num_nodes if parsed.min_nodes is None else parsed.min_nodes
     if not 1 <= min_nodes <= num_nodes:
         raise UserError(f"--num-nodes {num_nodes}, --min-nodes {min_nodes}: at least 1, and no more than all")
+    refuse_group(os.environ, "train --ray")
     config, here = loaded.config, Path.cwd()
     run_folder = shared_folder(config.output.dir, key="output.dir")
     given = {f"{key}.path": source.path for key, source in config.data.sources_by_key.items()}
     given |= {"model.path": config.model.path, "data.cache_dir": config.data.cache_dir}
     paths = [shared_folder(path, key=key) for key, path in given.items() if path]
-    with connected(ClusterRequest(address=parsed.ray or None)) as ray:
+    with connected(cluster_request(parsed, gpus=0)) as ray:
         gpus = default_gpus(ray, parsed) if parsed.gpus_per_node is None else parsed.gpus_per_node
         cluster = cluster_request(parsed, gpus=gpus)
         require_shared(
             ray,
+            cluster,
             written=[run_folder.parent],
             read=[here, loaded.path.resolve(), *(path for path in paths if path.exists())],
         )
@@ -279,15 +282,14 @@ def default_gpus(ray: Any, parsed: argparse.Namespace) -> float:
     )
 
 
-def _slots(there: Mapping[str, float], bundle: Mapping[str, float]) -> int:
-    """Tasks that a cluster can run at once, as it is now."""
-    return max(1, min(int(there.get(name, 0) // amount) for name, amount in bundle.items() if amount))
-
-
 def _address(text: str) -> str:
     if "=" in text:
         raise argparse.ArgumentTypeError(
             f"{text}: is a setting and not an address; write --ray after the settings, or --ray auto"
+        )
+    if "://" in text or (":" not in text and text not in ("auto", HERE)):
+        raise argparse.ArgumentTypeError(
+            f"{text}: auto or HOST:PORT, on a machine of the cluster, as ray start printed it"
         )
     return text
 
@@ -297,6 +299,8 @@ def _resources(text: str) -> dict[str, float]:
         given = json.loads(text)
     except ValueError:
         given = None
+    if isinstance(given, dict) and "GPU" in given:
+        raise argparse.ArgumentTypeError(f"{text}: GPU is what --gpus-per-task and --gpus-per-node ask for")
     if not isinstance(given, dict) or not all(
         isinstance(amount, int | float) and not isinstance(amount, bool) and amount > 0
         for amount in given.values()

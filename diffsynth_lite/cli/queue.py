@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from diffsynth_lite.cli.arguments import add_config_arguments, command, positive_count
 from diffsynth_lite.cli.cluster import (
-    HERE,
     add_training_arguments,
     cluster_request,
+    default_gpus,
     ray_words,
     refuse_without_ray,
 )
 from diffsynth_lite.cli.console import print_lines, print_table
 from diffsynth_lite.cli.processes import refuse_group
-from diffsynth_lite.cluster.session import connected
+from diffsynth_lite.cluster.session import HERE, connected
 from diffsynth_lite.config import find_config_file
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.queue.entry import Entry, QueuedRun
@@ -246,9 +246,13 @@ def worker_of(
         yield Worker(queue, holders=Jobs(queue.workspace).holders, look=look)
         return
     with ExitStack() as joined:
+        ray = joined.enter_context(connected(cluster_request(parsed, gpus=0)))
+        if parsed.gpus_per_node is None:
+            parsed.gpus_per_node = int(default_gpus(ray, parsed))
         if parsed.ray == HERE:  # one cluster for all of them
-            ray = joined.enter_context(connected(cluster_request(parsed, gpus=0)))
             parsed.ray = ray.get_runtime_context().gcs_address
+        else:
+            joined.close()  # Its errors are known before any run is started.
         words = ray_words(parsed)
         yield Worker(
             queue,

@@ -135,7 +135,6 @@ def _train(parsed: argparse.Namespace, started_at: float) -> None:
     require_family_name(loaded.config.model.family)
     if parsed.ray is not None:
         train_there(parsed, loaded, words_of(parsed))
-        _log_next(loaded.config)
         return
     refuse_without_ray(parsed, "num_nodes", "min_nodes", "gpus_per_node", "max_failures")
     logger.info("diffsynth_lite %s, settings from %s", __version__, loaded.path)

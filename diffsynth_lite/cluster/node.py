@@ -19,6 +19,8 @@ from diffsynth_lite import __version__
 from diffsynth_lite.errors import UserError, exit_code
 
 _PR_SET_PDEATHSIG = 1
+_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+"""Of a node among those that a launcher started Ray on; a command would take itself for one of several."""
 WRONG_INPUT = exit_code(UserError())
 """Exit code of what another try does not mend: a setting, a path, an image."""
 
@@ -85,10 +87,11 @@ def start(
         module: its name, and its arguments.
         variables: of its environment, in addition to those of this process.
     """
+    inherited = {name: value for name, value in os.environ.items() if name not in _RANKS}
     return subprocess.Popen(
         [sys.executable, "-m", *module],
         cwd=folder,
-        env={**os.environ, **(variables or {})},
+        env={**inherited, **(variables or {})},
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
@@ -110,12 +113,15 @@ def _die_with_parent() -> Callable[[], None] | None:
     return lambda: library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def what_is_missing(paths: Sequence[str], tokens: Mapping[str, str]) -> list[str]:
-    """What a node lacks that the others have: paths, files that the first node wrote, this version.
+def look(paths: Sequence[str], tokens: Mapping[str, str]) -> tuple[list[str], str]:
+    """What a node lacks that the others have, and its version of this package.
 
     Args:
         paths: of files and folders that are read.
-        tokens: files by path, with their text.
+        tokens: files by path, with the text that the first node wrote.
+
+    Returns:
+        Paths that are not there, and the folders of files that are not the same.
     """
     missing = [path for path in paths if not Path(path).exists()]
     for path, text in tokens.items():
@@ -125,9 +131,4 @@ def what_is_missing(paths: Sequence[str], tokens: Mapping[str, str]) -> list[str
             is_same = False
         if not is_same:
             missing.append(str(Path(path).parent))
-    return missing
-
-
-def version() -> str:
-    """Of this package on a node."""
-    return __version__
+    return missing, __version__

@@ -1,6 +1,7 @@
 """This file joins a Ray cluster, or starts one, and checks that its nodes see the folders of a command."""
 
 import contextlib
+import logging
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,15 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cluster.node import version, what_is_missing
+from diffsynth_lite.cluster.node import look
 from diffsynth_lite.errors import Problems, UserError, join_names
 
 if TYPE_CHECKING:
     import ray
 
+logger = logging.getLogger(__name__)
+
+HERE = "local"
+"""The address that starts Ray on this machine, whatever else runs here."""
 _ANSWER_S = 10.0
 _CHECK_S = 120.0
 """Time in which a node answers; what it has to import first takes some seconds."""
+_SEES_NO_GPU = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+"""For tasks without a GPU, to which Ray 2.60 leaves all those of their node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +33,14 @@ class ClusterRequest:
     """What a command asks of Ray.
 
     Attributes:
-        address: of a cluster, or "auto" for the one of this machine; None starts one here.
+        address: ``HOST:PORT`` of a cluster, "auto" for the one of this machine, or :data:`HERE`.
         gpus: of each task; a share such as 0.5 is shared by two.
         resources: that each task needs, by the names that the cluster gave them; "CPU" is 1 unless given.
-        retries: of a task that was killed or lost its node.
     """
 
-    address: str | None = None
+    address: str = HERE
     gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
-    retries: int = 2
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -51,7 +56,7 @@ def _require_answer(address: str) -> None:
     """
     host, _, port = address.rpartition(":")
     if port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
 
 
 @contextmanager
@@ -70,14 +75,15 @@ def connected(request: ClusterRequest) -> Iterator["ray"]:
             "--ray: Ray is not installed; install it on all nodes with pip install 'diffsynth_lite[ray]'"
         ) from None
     try:
-        _require_answer(request.address or "")
-        ray.init(address=request.address, include_dashboard=None, logging_level="warning")
-    except (OSError, OverflowError, ValueError) as error:
-        given = request.address or ""
-        reason = str(error).partition("\n")[0]
+        _require_answer(request.address)
+        ray.init(
+            address=request.address, logging_level=logging.WARNING, runtime_env={"env_vars": _SEES_NO_GPU}
+        )
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"--ray {given}: {reason}; give the address of a running cluster, as ray start printed it, auto "
-            "for the one of this machine, or no address to start one here"
+            f"--ray {request.address}: {reason}; give the address of a running cluster, as ray start printed "
+            "it, auto for the one of this machine, or no address to start one here"
         ) from error
     try:
         yield ray
@@ -85,8 +91,10 @@ def connected(request: ClusterRequest) -> Iterator["ray"]:
         ray.shutdown()
 
 
-def require_shared(ray: Any, *, written: Sequence[Path], read: Sequence[Path]) -> None:
-    """Check that all nodes have this version, and see all folders at the same paths.
+def require_shared(
+    ray: Any, request: ClusterRequest, *, written: Sequence[Path], read: Sequence[Path]
+) -> None:
+    """Check that all nodes that can run a task have this version, and see all folders at the same paths.
 
     A file is written to each folder here, and read on every node.
 
@@ -99,19 +107,18 @@ def require_shared(ray: Any, *, written: Sequence[Path], read: Sequence[Path]) -
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = _alive(ray)
+    nodes = [node for node in _alive(ray) if _slots_of(node, request)]
+    if not nodes:
+        logger.warning("--ray: no node has %s; waits until one is added", request.bundle)
     with _tokens(written) as tokens:
-        looks = {}
+        looks = []
         for node in nodes:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            task = ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=1)
-            looks[node["NodeID"]] = (
-                task(what_is_missing).remote([str(path) for path in read], tokens),
-                task(version).remote(),
-            )
+            task = ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=1)(look)
+            looks.append(task.remote([str(path) for path in read], tokens))
         problems = Problems()
-        for node in nodes:
-            problems.extend(_problems(ray, node, *looks[node["NodeID"]]))
+        for node, seen in zip(nodes, looks, strict=True):
+            problems.extend(_problems(ray, node, seen))
     problems.require_none()
 
 
@@ -119,10 +126,19 @@ def _alive(ray: Any) -> list[Mapping[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _problems(ray: Any, found: Mapping[str, Any], missing: Any, found_version: Any) -> Iterator[str]:
+def num_slots(ray: Any, request: ClusterRequest) -> int:
+    """Tasks that the nodes can run at once, as they are now."""
+    return sum(_slots_of(node, request) for node in _alive(ray))
+
+
+def _slots_of(node: Mapping[str, Any], request: ClusterRequest) -> int:
+    return min(int(node["Resources"].get(name, 0) // amount) for name, amount in request.bundle.items())
+
+
+def _problems(ray: Any, found: Mapping[str, Any], seen: Any) -> Iterator[str]:
     node = f"{found['NodeManagerHostname']} ({found['NodeManagerAddress']})"
     try:
-        lacking, its_version = ray.get([missing, found_version], timeout=_CHECK_S)
+        missing, version = ray.get(seen, timeout=_CHECK_S)
     except (ray.exceptions.RayError, ModuleNotFoundError) as error:
         if found["NodeID"] not in [other["NodeID"] for other in _alive(ray)]:
             return  # It was lost since.
@@ -130,13 +146,13 @@ def _problems(ray: Any, found: Mapping[str, Any], missing: Any, found_version: A
         reason = str(cause).strip().splitlines()[-1]
         yield f"--ray: {node}: cannot run this package: {reason}; install the same version on all nodes"
         return
-    if lacking:
+    if missing:
         yield (
-            f"--ray: {node}: does not see {join_names(lacking)}; mount a shared folder at the same path on "
+            f"--ray: {node}: does not see {join_names(missing)}; mount a shared folder at the same path on "
             "all nodes"
         )
-    if its_version != __version__:
-        yield f"--ray: {node}: has version {its_version}, and {socket.gethostname()} {__version__}"
+    if version != __version__:
+        yield f"--ray: {node}: has version {version}, and {socket.gethostname()} {__version__}"
 
 
 @contextmanager

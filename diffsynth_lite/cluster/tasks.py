@@ -10,6 +10,8 @@ from diffsynth_lite.cluster.session import ClusterRequest
 
 _MOST_PENDING = 1024
 """Tasks that are handed to Ray at once: it holds each, and ``ray.wait`` looks at all of them."""
+_RETRIES = 2
+"""Of a task that was killed or lost its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,9 @@ def run_tasks(
     remote = ray.remote(
         num_cpus=needs.pop("CPU"),
         num_gpus=needs.pop("GPU", 0),
+        memory=needs.pop("memory", None),
         resources=needs,
-        max_retries=request.retries,
+        max_retries=_RETRIES,
         retry_exceptions=[TaskFailedError],
     )(work)
     coming, pending = iter(tasks), dict[Any, str]()
@@ -64,6 +67,6 @@ def _ended(ray: Any, done: Any, name: str) -> Ended:
     try:
         ended: Ended = ray.get(done)
     except ray.exceptions.RayError as error:  # all tries failed, or the node was lost with each of them
-        reason = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+        reason = str(getattr(error, "cause", None) or error).strip().partition("\n")[0]
         return Ended(name=name, node="", exit_code=1, last_line=reason)
     return ended

@@ -6,8 +6,6 @@ starts the group again on those that there are; a process is ``train``, as torch
 """
 
 import json
-import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +22,7 @@ from typing import Any
 from diffsynth_lite.cluster.node import WRONG_INPUT, Ended, TaskFailedError, start
 from diffsynth_lite.cluster.session import ClusterRequest
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
+from diffsynth_lite.queue.locks import is_locked
 from diffsynth_lite.run_folder.folder import REQUEST_FILES, RunFolder
 
 _FINAL = (0, WRONG_INPUT, 3, 75)
@@ -31,6 +30,8 @@ _FINAL = (0, WRONG_INPUT, 3, 75)
 _POLL_S = 0.2
 _TOGETHER_S = 10.0
 """Time in which the processes of all nodes end for one reason."""
+_LOCK_S = 60.0
+"""Time in which a node that Ray has lost ends its processes, which hold the lock of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,27 +72,26 @@ def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest
     # On the node of this process: another one may be lost.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     refused = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-    run = RunFolder(Path(request.run_folder))
-    # Ray's own record, seen by all nodes; a new run wants its folder empty.
-    storage = run.path.parent / f".ray-{secrets.token_hex(4)}" / run.path.name
-    # Not TorchTrainer, which joins its own workers: the processes that they start meet by themselves.
-    trainer = DataParallelTrainer(
-        _train_here,
-        train_loop_config={"request": request, "before": _checkpoints(run), "refused": refused},
-        scaling_config=ScalingConfig(
-            num_workers=_num_workers(request),
-            resources_per_worker=cluster.bundle,
-            placement_strategy="SPREAD",
-        ),
-        run_config=RunConfig(
-            name=storage.name,
-            storage_path=str(storage.parent),
-            failure_config=FailureConfig(max_failures=request.failures),
-        ),
-    )
-    pool = ThreadPoolExecutor(1)  # Outside of the main thread Ray leaves the signals alone.
+    run, least, most = RunFolder(Path(request.run_folder)), request.min_nodes, request.num_nodes
     with ExitStack() as scope:
-        scope.callback(shutil.rmtree, storage.parent, ignore_errors=True)
+        # Ray's own record is of no use to other nodes, as no checkpoint is in it.
+        record = scope.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
+        # Not TorchTrainer, which joins its own workers: the processes that they start meet by themselves.
+        trainer = DataParallelTrainer(
+            _train_here,
+            train_loop_config={"request": request, "before": _checkpoints(run), "refused": refused},
+            scaling_config=ScalingConfig(
+                num_workers=most if least == most else (least, most),
+                resources_per_worker=cluster.bundle,
+                placement_strategy="SPREAD",
+            ),
+            run_config=RunConfig(
+                name=run.path.name,
+                storage_path=record,
+                failure_config=FailureConfig(max_failures=request.failures),
+            ),
+        )
+        pool = ThreadPoolExecutor(1)  # Outside of the main thread Ray leaves the signals alone.
         scope.callback(pool.shutdown, wait=False)
         scope.enter_context(_asked_by_signals(run))
         fitting = pool.submit(trainer.fit)
@@ -108,13 +108,11 @@ def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest
                 f"the run failed more than {request.failures} times, last with: {reason}; the same command "
                 "goes on from its last checkpoint"
             ) from error
-
-
-def _num_workers(request: TrainingRequest) -> int | tuple[int, int]:
-    """One a node: so the processes of a node are those of one machine."""
-    if request.min_nodes == request.num_nodes:
-        return request.num_nodes
-    return request.min_nodes, request.num_nodes
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RunStoppedError(
+                f"the cluster was lost: {reason}; the same command goes on from the last checkpoint"
+            ) from error
 
 
 def _checkpoints(run: RunFolder) -> set[str]:
@@ -160,17 +158,18 @@ def _train_here(config: dict[str, Any]) -> Ended:
     from ray.train.collective import broadcast_from_rank_zero
 
     request: TrainingRequest = config["request"]
-    context = get_context()
+    context, run = get_context(), RunFolder(Path(request.run_folder))
     node, num_nodes = context.get_world_rank(), context.get_world_size()
+    if node == 0:
+        wait_for_lock(run.lock_file)
     address = broadcast_from_rank_zero(_free_address(ray) if node == 0 else None)
     words = list(request.words)
-    if _checkpoints(RunFolder(Path(request.run_folder))) - config["before"]:
+    if _checkpoints(run) - config["before"]:
         words += ["--resume", "auto"]  # whatever the first start was to resume from
     with TemporaryDirectory() as folder, ExitStack() as children:
-        error_file = Path(folder) / "error.json"
         started = []
         for local_rank in range(request.processes):
-            variables = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+            variables = {"TORCHELASTIC_ERROR_FILE": f"{folder}/{local_rank}"}
             if num_nodes * request.processes > 1:  # One process is a run of this machine, bit for bit.
                 variables |= {
                     "MASTER_ADDR": address[0],
@@ -183,8 +182,8 @@ def _train_here(config: dict[str, Any]) -> Ended:
             child = start(["diffsynth_lite.cli.train", *words], request.folder, variables=variables)
             children.callback(child.kill)
             started.append(child)
-        code = _exit_code(started)
-        message = error_of(error_file)
+        code, first = _end_of(started)
+        message = error_of(Path(folder, str(first)))
     name = socket.gethostname()
     if code not in _FINAL:
         raise TaskFailedError(f"exit code {code} on {name}: {message}")
@@ -194,6 +193,14 @@ def _train_here(config: dict[str, Any]) -> Ended:
     return ended
 
 
+def wait_for_lock(file: Path, limit_s: float = _LOCK_S) -> None:
+    """Wait until no process of an earlier start holds the lock of a run, or for so long."""
+    end = time.monotonic() + limit_s
+    with suppress(OSError):  # a file system without locks
+        while is_locked(file) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+
 def _free_address(ray: Any) -> tuple[str, int]:
     """Where the processes of all nodes meet: an address of this node."""
     with socket.socket() as found:
@@ -201,18 +208,18 @@ def _free_address(ray: Any) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), found.getsockname()[1]
 
 
-def _exit_code(children: Sequence["subprocess.Popen[str]"]) -> int:
-    """Wait for the processes of this node; the code of the first that failed, or 0.
+def _end_of(children: Sequence["subprocess.Popen[str]"]) -> tuple[int, int]:
+    """Wait for the processes of this node; the code of the first that failed, and which one it was.
 
-    After that the others have some time to end for the same reason.
+    After that the others have some time to end for the same reason. Both are 0 where none failed.
     """
     while (codes := [child.poll() for child in children]).count(None) and not any(codes):
         time.sleep(_POLL_S)
-    code = next((code for code in codes if code), 0)
+    first = next((place for place, code in enumerate(codes) if code), 0)
     end = time.monotonic() + _TOGETHER_S
-    while code and None in [child.poll() for child in children] and time.monotonic() < end:
+    while None in [child.poll() for child in children] and time.monotonic() < end:
         time.sleep(_POLL_S)
-    return code
+    return codes[first] or 0, first
 
 
 def error_of(file: Path) -> str:

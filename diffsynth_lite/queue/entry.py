@@ -84,11 +84,11 @@ class Entry(BaseModel):
         """What has a cluster train it.
 
         Args:
-            words: of ``train``, that name the cluster and what each node is to have.
+            words: of ``train``, that name the cluster, and what each node has unless the entry asks for more.
         """
         several = ["--num-nodes", str(self.num_nodes)] if self.num_nodes > 1 else []
         several += ["--gpus-per-node", str(self.num_processes)] if self.num_processes > 1 else []
-        return [sys.executable, *_TRAIN, *self.arguments(), *several, *words]
+        return [sys.executable, *_TRAIN, *self.arguments(), *words, *several]
 
     def arguments(self) -> list[str]:
         """The arguments of ``train``, in the folder of :meth:`place`."""

@@ -56,6 +56,8 @@ class RunFolder:
     path: Path
     _locked: list[IO[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
+    lock_file = _Place(_LOCK_NAME)
+    """Locked by the process that trains."""
     config_file = _Place("config.yaml")
     """The yaml as given."""
     resolved_file = _Place("resolved.yaml")
@@ -203,13 +205,13 @@ class RunFolder:
         Somebody may have renamed or removed it, and then begun another run under its name. Where only the
         lock was removed, it is taken again.
         """
-        lacks_lock = self._locked and not (self.path / _LOCK_NAME).exists()
+        lacks_lock = self._locked and not (self.lock_file).exists()
         if lacks_lock and self.path.is_dir():
             time.sleep(_REMOVAL_S)  # A removal of the folder may have begun with this file.
         if not self.path.is_dir() or (lacks_lock and self._is_of_others()):
             raise RunStoppedError(folder_is_gone(self.path))
         if lacks_lock:
-            logger.warning("%s was removed; it is made again.", self.path / _LOCK_NAME)
+            logger.warning("%s was removed; it is made again.", self.lock_file)
             self._take_lock()
         holder = self._holder()
         # Compared by the number only: the name of a host may change during a run.
@@ -280,7 +282,7 @@ class RunFolder:
     def _holder(self) -> Process | None:
         """The process that took the lock last; None if no trainer did, or the file was lost."""
         try:
-            return Process.from_text(read_run_file(self.path / _LOCK_NAME).decode())
+            return Process.from_text(read_run_file(self.lock_file).decode())
         except (OSError, ValueError):
             return None
 
@@ -313,7 +315,7 @@ class RunFolder:
         )
         wrong = [f"{path} is not a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
         wrong += [f"{path} is not a file" for path in files if os.path.lexists(path) and not path.is_file()]
-        lock = self.path / _LOCK_NAME
+        lock = self.lock_file
         if lock.is_symlink() or (lock.exists() and not lock.is_file()):
             wrong.append(f"{lock} is not a regular file")  # the target of a link would be emptied
         if wrong:
@@ -335,7 +337,7 @@ class RunFolder:
 
     def _take_lock(self) -> None:
         try:
-            lock = open_lock(self.path / _LOCK_NAME, place=f"output folder {self.path}")
+            lock = open_lock(self.lock_file, place=f"output folder {self.path}")
         except OSError as error:
             raise UserError(f"output.dir: {self.path} cannot be written to: {error.strerror}") from error
         self._locked.append(lock.file)

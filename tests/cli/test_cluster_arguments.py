@@ -76,7 +76,11 @@ def test_a_setting_is_not_taken_for_an_address(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        *(("--ray-resources", value) for value in ("A100", "[1]", '{"A100": 0}', '{"A100": true}')),
+        *(
+            ("--ray-resources", value)
+            for value in ("A100", "[1]", '{"A100": 0}', '{"A100": true}', '{"GPU": 1}')
+        ),
+        *(("--ray", value) for value in ("ray://head:10001", "images")),
         *(("--gpus-per-task", value) for value in ("-1", "1.5", "all", "nan")),
         *(("--parts", value) for value in ("0", "-1", "many")),
     ],
@@ -165,15 +169,20 @@ def test_an_object_store_is_refused_before_a_cluster_is_joined(
 
 
 @pytest.mark.parametrize("command", ["queue work", "sweep mine.yaml lora.rank=4,8"])
-def test_runs_of_a_queue_and_of_a_sweep_are_started_on_the_cluster(command: str, tmp_path: Path) -> None:
-    given = build_parser().parse_args([*command.split(), "--ray", "auto", "--gpus-per-node", "0"])
+def test_runs_of_a_queue_and_of_a_sweep_are_started_on_the_cluster(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"init": lambda **_: None, "shutdown": lambda: None, "cluster_resources": lambda: {"GPU": 8}}
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(**there))
+    given = build_parser().parse_args([*command.split(), "--ray", "auto"])
     queue = Queue(Workspace(tmp_path))
-    entry = Entry(config="configs/mine.yaml", folder="runs/mine", num_nodes=2)
+    entry = Entry(config="configs/mine.yaml", folder="runs/mine", num_nodes=2, num_processes=4)
     with worker_of(given, queue) as worker:
         words = worker._command(entry)
+    # What the entry asks for is the last word.
     assert words[3:] == [
-        *("train", "--config", "configs/mine.yaml", "output.dir=runs/mine", "--num-nodes", "2"),
-        *("--ray", "auto", "--gpus-per-node", "0"),
+        *("train", "--config", "configs/mine.yaml", "output.dir=runs/mine"),
+        *("--ray", "auto", "--gpus-per-node", "1", "--num-nodes", "2", "--gpus-per-node", "4"),
     ]
     # Devices of this machine do not matter there.
     assert not worker._has_no_room(entry, [entry] * 31)

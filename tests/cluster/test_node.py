@@ -2,6 +2,7 @@
 
 import multiprocessing
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import psutil
 import pytest
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cluster.node import Ended, TaskFailedError, run_command, start, version, what_is_missing
-from diffsynth_lite.cluster.training import error_of, raise_as_it_ended
+from diffsynth_lite.cluster.node import Ended, TaskFailedError, look, run_command, start
+from diffsynth_lite.cluster.training import error_of, raise_as_it_ended, wait_for_lock
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
+from diffsynth_lite.queue.locks import take_lock
 
 
 def shell(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -30,6 +32,15 @@ def test_a_command_is_run_in_its_folder_and_what_it_prints_and_logs_last_comes_b
     assert ended.output.splitlines() == [str(tmp_path), "-m diffsynth_lite.cli.main cache fill"]
     assert (ended.name, ended.exit_code, ended.last_line) == ("3/8", 0, "last")
     assert "3/8: first\n3/8: last" in capsys.readouterr().err
+
+
+def test_a_command_does_not_take_itself_for_one_of_those_that_ray_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    shell(tmp_path, monkeypatch, 'echo "$SLURM_STEP_NUM_TASKS${SLURM_PROCID-}"')
+    assert run_command("0/2", [], str(tmp_path)).output == "4\n"
 
 
 def test_wrong_input_is_an_answer_and_everything_else_may_be_tried_again(
@@ -66,11 +77,10 @@ def test_what_a_task_started_is_killed_with_it(tmp_path: Path) -> None:
 def test_a_node_names_the_folders_that_are_not_the_same_there(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a")
     same = {str(tmp_path / "token"): "a"}
-    assert what_is_missing([str(tmp_path)], same) == []
-    assert what_is_missing([str(tmp_path / "data")], same) == [str(tmp_path / "data")]
+    assert look([str(tmp_path)], same) == ([], __version__)
+    assert look([str(tmp_path / "data")], same) == ([str(tmp_path / "data")], __version__)
     other, gone = {str(tmp_path / "token"): "b"}, {str(tmp_path / "cache" / "token"): "a"}
-    assert what_is_missing([], other | gone) == [str(tmp_path), str(tmp_path / "cache")]
-    assert version() == __version__
+    assert look([], other | gone) == ([str(tmp_path), str(tmp_path / "cache")], __version__)
 
 
 def test_a_run_ends_here_as_it_ended_there(tmp_path: Path) -> None:
@@ -87,3 +97,14 @@ def test_a_run_ends_here_as_it_ended_there(tmp_path: Path) -> None:
     assert error_of(file) == "last"
     file.write_text('{"message": "cut')
     assert error_of(file) == ""
+
+
+def test_a_start_waits_for_the_lock_of_the_one_before_it_and_not_for_ever(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    wait_for_lock(lock, 60)
+    with lock.open("w") as held:
+        assert take_lock(held)
+        wait_for_lock(lock, 0)
+        threading.Timer(0.3, held.close).start()
+        wait_for_lock(lock, 60)
+        assert held.closed
