@@ -161,7 +161,7 @@ def run_parts(
         written: folders that it writes to.
         read: files and folders that it reads.
         gpus: of each task, unless given; None is one, where there are any.
-        then: words of a command that is run after the last part.
+        then: words of a command that is run once all parts are done.
 
     Returns:
         How the parts ended, and the command after them.
@@ -184,7 +184,7 @@ def run_parts(
                 progress.advance(bar, parts[each.name])
                 outcome = f"failed: {each.last_line}" if each.exit_code else "done"
                 logger.info("part %s: %s; %d of %d", each.name, outcome, len(ended), len(parts))
-        if then:
+        if then and not any(each.exit_code for each in ended):
             ended += run_tasks(ray, [Task(name="all", words=then)], str(Path.cwd()), request)
     return ended
 

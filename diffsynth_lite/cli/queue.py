@@ -81,7 +81,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="",
         metavar="N",
-        help="as in CUDA_VISIBLE_DEVICES, such as 1 or 0,1 (default: any)",
+        help="as in CUDA_VISIBLE_DEVICES, such as 1 or 0,1; a cluster chooses by itself (default: any)",
     )
     parser.add_argument(
         "--processes",
@@ -250,6 +250,7 @@ def worker_of(
         if parsed.gpus_per_node is None:
             parsed.gpus_per_node = int(default_gpus(ray, parsed))
         if parsed.ray == HERE:  # one cluster for all of them
+            logger.info("Ray was started here, and ends with this worker, as its runs then do.")
             parsed.ray = ray.get_runtime_context().gcs_address
         else:
             joined.close()  # Its errors are known before any run is started.

@@ -209,7 +209,6 @@ def test_a_run_whose_node_is_lost_goes_on_elsewhere_and_is_the_same_bit_for_bit(
     disturbing.join(LIMIT_S)
     assert len(nodes.nodes) == 2
     assert differing(checkpoint_tensors(whole_run, 40), checkpoint_tensors(tiny_run.folder, 40)) == []
-    assert not list(tiny_run.root.glob(".ray-*"))
 
 
 def test_a_run_goes_on_with_fewer_nodes_as_its_last_checkpoint_does_on_one_machine(
