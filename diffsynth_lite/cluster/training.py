@@ -82,6 +82,7 @@ def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest
             train_loop_config={"request": request, "before": _checkpoints(run), "refused": refused},
             scaling_config=ScalingConfig(
                 num_workers=most if least == most else (least, most),
+                use_gpu=cluster.gpus > 0,
                 resources_per_worker=cluster.bundle,
                 placement_strategy="SPREAD",
             ),

@@ -290,3 +290,16 @@ def test_six_variants_are_trained_at_once_by_a_queue_whose_worker_was_killed_and
     done = Queue(Workspace(workspace)).snapshot().in_state("done")
     assert [run.entry.outcome for run in done if run.entry] == ["finished"] * 6
     assert most > 1
+
+
+def test_the_processes_of_a_node_with_several_gpus_are_those_of_one_machine(
+    tiny_run: TinyRun, cluster: Nodes, whole_run: Path
+) -> None:
+    # GPUs of Ray only: torch finds none, and takes the CPU.
+    node = cluster.cluster.add_node(num_cpus=1, num_gpus=2, include_dashboard=False)
+    try:
+        words = ["--ray", cluster.address, "--gpus-per-node", "2"]
+        assert main(["train", *tiny_run.arguments, *TRAINED, *words]) == 0
+    finally:
+        cluster.cluster.remove_node(node)
+    assert differing(checkpoint_tensors(whole_run, 40), checkpoint_tensors(tiny_run.folder, 40)) == []
