@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
+from processes import Program
 from starlette.testclient import TestClient
 
 from diffsynth_lite.cli.continuation import continuation
@@ -109,8 +111,14 @@ class Server:
         address: that it printed, with the token.
     """
 
-    process: subprocess.Popen[str]
+    process: Any
     address: str
+
+    @classmethod
+    def of(cls, process: Any, printed: str) -> "Server":
+        found = re.search(r"http://\S+", printed)
+        assert found is not None
+        return cls(process, found[0])
 
     @property
     def root(self) -> str:
@@ -125,14 +133,26 @@ class Server:
 
 @contextmanager
 def server_process(workspace: Path, *, port: int = 0) -> Iterator[Server]:
-    """A server on a workspace, as the command starts it."""
+    """A server on a workspace, and what it starts, forked with the libraries that these import."""
+    with TemporaryDirectory() as folder:
+        script, arguments = Path(__file__).with_name("forking_ui.py"), [str(workspace), "--no-open"]
+        program = Program(script, [*arguments, "--port", str(port)], Path(folder) / "printed")
+        program.read_until("ends it.")
+        server = Server.of(program, program.printed())
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+@contextmanager
+def server_command(workspace: Path) -> Iterator[Server]:
+    """A server on a workspace as the command starts it, which starts commands as it does for a person."""
     command = [sys.executable, "-m", "diffsynth_lite.cli.main", "ui", str(workspace), "--no-open"]
-    process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found is not None
-        server = Server(process, found[0])
+        server = Server.of(process, process.stdout.readline())
         try:
             yield server
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from processes import wait_for
-from screens import Server, server_process
+from screens import Server, server_command
 
 from diffsynth_lite.captioning.report import CaptionReport
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -53,7 +53,7 @@ class Client:
 @contextmanager
 def opened(workspace: Workspace) -> Iterator[Client]:
     """A server in a process of its own, and its client."""
-    with server_process(workspace.path) as server, urllib.request.urlopen(server.address) as page:
+    with server_command(workspace.path) as server, urllib.request.urlopen(server.address) as page:
         secret = re.search(r'data-secret="(\w+)"', page.read().decode())
         assert secret is not None
         headers = {"cookie": page.headers["set-cookie"].partition(";")[0], "x-diffsynth-secret": secret[1]}
