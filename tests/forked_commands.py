@@ -3,14 +3,18 @@
 import faulthandler
 import gc
 import inspect
+import logging
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
+
+from processes import reset_warnings
 
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
@@ -23,7 +27,8 @@ class ForkedCommand(subprocess.Popen):
         if [*args[:2]] != [sys.executable, "-m"]:
             super()._execute_child(args, *rest)
             return
-        self.pid = os.fork()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads
+            self.pid = os.fork()
         if self.pid == 0:
             _run(args[2:], given)
         self._child_created = True
@@ -45,6 +50,7 @@ def _run(words: Sequence[str], given: Mapping[str, Any]) -> NoReturn:
         if sys.exc_info()[0]:
             traceback.print_exc()
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
@@ -53,6 +59,8 @@ def _detach(given: Mapping[str, Any]) -> None:
     if given["start_new_session"]:
         os.setsid()
     faulthandler.disable()
+    reset_warnings()
+    logging.getLogger().handlers.clear()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

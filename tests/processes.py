@@ -63,10 +63,7 @@ def _fork_server(_path: str, arguments: Sequence[str], passed: Sequence[int]) ->
     try:
         util.spawnv_passfds = _spawn
         faulthandler.disable()
-        # As they are in a new interpreter; of tests they are errors.
-        warnings.resetwarnings()
-        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-            warnings.simplefilter("ignore", category)
+        reset_warnings()
         for number in _open_numbers() - {0, 1, 2, *passed, *_files()}:
             os.close(number)
         _show_in(2)
@@ -75,6 +72,13 @@ def _fork_server(_path: str, arguments: Sequence[str], passed: Sequence[int]) ->
         exec(arguments[-1], {})
     finally:
         os._exit(0)
+
+
+def reset_warnings() -> None:
+    """Show them as a new interpreter does; in tests they are errors."""
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
+from forked_commands import ForkedCommand
 from processes import wait_for
 from run_folders import full_folder
 from screens import INLINE, Screen
@@ -63,7 +64,7 @@ def process_of(folder: Path) -> Process:
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_and_killed_and_continued_by_buttons_gives_the_lora_of_one_without_a_break(
-    screen: Screen, tmp_path: Path
+    screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny().save_pretrained(tmp_path / "model")
     few = ("train.steps=80", "train.global_batch_size=1", "train.micro_batch_size=1")
@@ -95,6 +96,7 @@ def test_a_run_that_is_stopped_and_killed_and_continued_by_buttons_gives_the_lor
     num_before = num_rows(folder)
     assert 0 < num_before < 80
 
+    monkeypatch.setattr("subprocess.Popen", ForkedCommand)  # the first one was started as for a person
     assert screen.post("/runs/mine/continue").status_code == 200
     wait_for(lambda: num_rows(folder) > num_before)
     os.kill(process_of(folder).pid, signal.SIGKILL)
