@@ -27,8 +27,8 @@ from diffsynth_lite.lora.spelling import Spelling, converted_for_comfyui
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
-from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
+from diffsynth_lite.pipelines.base.family import TargetSets
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases.components import DIFFUSERS, T5_TOKENIZER_SLOW, T5_XXL
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
@@ -300,10 +300,6 @@ class CogVideoX(DiffusionFamily):
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         _, num_frames, height, width = latents_shape
         return num_frames * height * width // (_PATCH**2 * self._frames_of_a_token)
-
-    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
-        # All rows: there is no mask, so that the model sees the padding too.
-        return {"prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like)}
 
 
 def tiny() -> CogVideoXPipeline:

@@ -20,7 +20,7 @@ from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases import components as known
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
@@ -315,12 +315,7 @@ class Flux(DiffusersFamily):
         return not self.takes_guidance and not self.scheduler_config.get("use_dynamic_shifting")
 
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
-        # All rows of T5: it has no mask here, so the padding's hold something too, and the model sees them.
-        return {
-            "prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like),
-            "pooled_prompt_embeds_bd": stacked(conditioning, "pooled_prompt_embeds", like),
-            "guidance": self.guidance(conditioning, like),
-        }
+        return super().model_inputs(conditioning, like) | {"guidance": self.guidance(conditioning, like)}
 
     @property
     def scale_argument(self) -> str:

@@ -39,7 +39,6 @@ from diffsynth_lite.pipelines.base.model_function import (
     checkpointed,
     model_function,
     stack_inputs,
-    stacked,
 )
 from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.releases import components as known
@@ -374,9 +373,9 @@ class Flux2(EditInputs, DiffusersFamily):
 
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like),
+            **super().model_inputs(conditioning, like),
             "guidance": self.guidance(conditioning, like),
-            "input_latents_bchw": [latents.to(**like) for latents in stack_inputs(conditioning)],
+            "input_latents_bchw": stack_inputs(conditioning, like),
         }
 
     @property

@@ -368,7 +368,7 @@ class Flux3(EditInputs, DiffusersFamily):
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like),
-            "input_latents_bchw": [latents.to(**like) for latents in stack_inputs(conditioning)],
+            "input_latents_bchw": stack_inputs(conditioning, like),
         }
 
     def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:

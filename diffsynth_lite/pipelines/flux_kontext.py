@@ -67,8 +67,8 @@ class OneInput(EditInputs):
         self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Those of a batch, as an argument of the model function."""
-        (input_latents_bchw,) = stack_inputs(conditioning)
-        return {"input_latents_bchw": input_latents_bchw.to(**like)}
+        (input_latents_bchw,) = stack_inputs(conditioning, like)
+        return {"input_latents_bchw": input_latents_bchw}
 
 
 def only_image(images: Sequence[Image], pipeline: Any) -> Image:

@@ -28,7 +28,7 @@ from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
@@ -295,11 +295,7 @@ class HunyuanVideo(DiffusersFamily):
         if guidance is not None:
             # In this order, as the pipeline has it: in bfloat16 a scale is rounded before and after.
             guidance = guidance.to(**like) * _GUIDANCE_SCALE
-        return {
-            **super().model_inputs(conditioning, like),
-            "pooled_prompt_embeds_bd": stacked(conditioning, "pooled_prompt_embeds", like),
-            "guidance": guidance,
-        }
+        return super().model_inputs(conditioning, like) | {"guidance": guidance}
 
     def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
         prompt = {name: prompt[name] for name in self.prompt_outputs if name in prompt}

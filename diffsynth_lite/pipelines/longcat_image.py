@@ -28,7 +28,7 @@ from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.pipelines.flux import Flux, pack_images, unpack_image
 from diffsynth_lite.pipelines.qwen_image import QWEN_TEXT_ENCODER
 from diffsynth_lite.releases import components as known
@@ -241,9 +241,6 @@ class LongCatImage(DiffusersFamily):
     ) -> list[Conditioning]:
         read = [replace(one, text=pipeline.tokenizer.numbers(one.text)) for one in prompts]
         return super().encode_prompts(pipeline, read, device)
-
-    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
-        return {"prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like)}
 
     def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
         """As of other families; its ``encode_prompt`` fails without a text (diffusers issue 13636)."""

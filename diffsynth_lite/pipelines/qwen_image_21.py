@@ -346,9 +346,9 @@ class QwenImage21(EditInputs, DiffusersFamily):
         return encoded
 
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
-        images = stack_inputs(conditioning)
+        images = stack_inputs(conditioning, like)
         return super().model_inputs(conditioning, like) | {
-            "input_latents_bcfhw": [latents.to(**like) for latents in images],
+            "input_latents_bcfhw": images,
             # They depend on the number of images only.
             "input_places": _places_of(conditioning[0], len(images)).tolist(),
         }

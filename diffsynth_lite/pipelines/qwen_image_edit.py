@@ -146,7 +146,7 @@ class QwenImageEdit(EditInputs, qwen_image.QwenImage):
         }
 
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
-        images = [latents.to(**like) for latents in stack_inputs(conditioning)]
+        images = stack_inputs(conditioning, like)
         return super().model_inputs(conditioning, like) | {"input_latents_bcfhw": images}
 
     def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
 from diffsynth_lite.releases import components as known
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
@@ -297,12 +297,6 @@ class SD3(DiffusersFamily):
         given = super().example_conditioning(latents_shape) or {}
         of_clip = given["prompt_embeds"].new_ones(_CLIP_TOKENS, given["prompt_embeds"].shape[1])
         return {**given, "prompt_embeds": torch.cat([of_clip, given["prompt_embeds"]])}
-
-    def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like),
-            "pooled_prompt_embeds_bd": stacked(conditioning, "pooled_prompt_embeds", like),
-        }
 
 
 def tiny() -> StableDiffusion3Pipeline:

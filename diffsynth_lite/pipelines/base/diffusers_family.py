@@ -16,7 +16,7 @@ from diffsynth_lite.media import Generated, Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_components import DiffusersComponents, assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents, latents_shape
-from diffsynth_lite.pipelines.base.model_function import pad_tokens, without_padding
+from diffsynth_lite.pipelines.base.model_function import pad_tokens, stacked, without_padding
 from diffsynth_lite.pipelines.base.preview_request import in_turn
 
 
@@ -290,9 +290,18 @@ class DiffusersFamily(DiffusersComponents):
         return (1 - sigma if self.is_reversed else sigma) * self.num_timesteps
 
     def model_inputs(self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``model_fn`` is given of a batch's conditioning: by default its prompts, and their mask."""
-        embeds_bld, mask = self.padded(conditioning, like)
-        return {"prompt_embeds_bld": embeds_bld, "prompt_embeds_mask": mask}
+        """What ``model_fn`` is given of a batch's conditioning: by default its prompts, and their mask.
+
+        With ``keeps_padding`` there is none: the rows of the padding hold something, which the model sees.
+        """
+        if self.keeps_padding:
+            given: dict[str, Any] = {"prompt_embeds_bld": stacked(conditioning, "prompt_embeds", like)}
+        else:
+            embeds_bld, mask = self.padded(conditioning, like)
+            given = {"prompt_embeds_bld": embeds_bld, "prompt_embeds_mask": mask}
+        if self.pooled_width:
+            given["pooled_prompt_embeds_bd"] = stacked(conditioning, "pooled_prompt_embeds", like)
+        return given
 
     def padded(
         self, conditioning: Sequence[Conditioning], like: Mapping[str, Any]

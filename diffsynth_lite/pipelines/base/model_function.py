@@ -136,7 +136,7 @@ INPUT = "input_latents_"
 """Start of the names of an item's input images among its conditioning; their places follow, from 0."""
 
 
-def stack_inputs(conditioning: Sequence[Conditioning]) -> list[torch.Tensor]:
+def stack_inputs(conditioning: Sequence[Conditioning], like: Mapping[str, Any]) -> list[torch.Tensor]:
     """Each (B, ...), in the order of the images; none where the items have none.
 
     Args:
@@ -148,4 +148,4 @@ def stack_inputs(conditioning: Sequence[Conditioning]) -> list[torch.Tensor]:
     ]
     # The model lays all samples of a batch out as the first one, without an error.
     assert len({tuple(latents.shape for latents in row) for row in rows}) == 1
-    return [torch.stack(column) for column in zip(*rows, strict=True)]
+    return [torch.stack(column).to(**like) for column in zip(*rows, strict=True)]
