@@ -36,11 +36,7 @@ _WITHOUT_VIDEOS = {"SmolVLMProcessor": "Idefics3Processor"}
 
 
 class ImageProcessor:
-    """Makes the inputs of one model.
-
-    Args:
-        folder: of the model.
-    """
+    """Makes the inputs of one model."""
 
     def __init__(self, folder: Path, config: PreTrainedConfig) -> None:
         self._processor = _load_processor(folder, config)

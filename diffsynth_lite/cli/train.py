@@ -85,11 +85,7 @@ def settings_of(parsed: argparse.Namespace) -> list[str]:
 
 
 def load(parsed: argparse.Namespace, config: str | Path) -> LoadedConfig:
-    """The config that the arguments of ``train`` ask for.
-
-    Args:
-        config: path of the file.
-    """
+    """The config that the arguments of ``train`` ask for."""
     return load_config(config, settings_of(parsed), presets=parsed.presets)
 
 

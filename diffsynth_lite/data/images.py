@@ -156,11 +156,7 @@ def cover(image: Image.Image, width: int, height: int, *, x: float = 0.5, y: flo
 
 
 def crop_of(size: tuple[int, int], width: int, height: int, *, x: float, y: float) -> Crop:
-    """The area of an image that :func:`cover` keeps, in whole pixels.
-
-    Args:
-        size: width and height of the image.
-    """
+    """The area of an image that :func:`cover` keeps, in whole pixels."""
     original_width, original_height = size
     scale = max(width / original_width, height / original_height)
     return Crop(

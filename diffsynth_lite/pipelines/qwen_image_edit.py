@@ -206,11 +206,7 @@ class TextAndImages:
     def __call__(
         self, *, text: Sequence[str], images: Image | list[Image], return_tensors: str, **settings: Any
     ) -> BatchFeature:
-        """Token ids and patches; each image has as many tokens in the text as it takes.
-
-        Args:
-            settings: of the tokenizer.
-        """
+        """Token ids and patches; each image has as many tokens in the text as it takes."""
         patches = self.image_processor(images=images, return_tensors=return_tensors)
         num_tokens = iter((patches["image_grid_thw"].prod(1) // self.image_processor.merge_size**2).tolist())
         widened = []

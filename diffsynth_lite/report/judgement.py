@@ -48,9 +48,6 @@ def judge(held_out: Points, fixed_noise: Points, *, has_finished: bool) -> Judge
     - ``stalled``: the recent evaluations have no lower value than those before.
     - ``levels off``: they have one, but by less than 2 %.
     - ``falls``: they have one, by 2 % or more.
-
-    Args:
-        has_finished: whether all steps were done.
     """
     is_held_out = len(held_out) >= MIN_EVALUATIONS
     points = held_out if is_held_out else fixed_noise

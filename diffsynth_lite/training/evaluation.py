@@ -236,9 +236,6 @@ class ItemLosses:
 
     Each is measured at the same noise levels, so that items compare, and with the same noise each time, so
     that only the training makes a difference.
-
-    Args:
-        is_average: whether the averaged weights are measured.
     """
 
     def __init__(

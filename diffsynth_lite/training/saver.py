@@ -69,11 +69,7 @@ _BYTES_PER_PIXEL = 3
 
 
 def measured_by(config: Config, data: TrainingData, *, is_average: bool) -> dict[str, Any]:
-    """How the validation loss is measured, as a checkpoint keeps it.
-
-    Args:
-        is_average: whether it is the loss of the averaged weights.
-    """
+    """How the validation loss is measured, as a checkpoint keeps it."""
     items = {**asdict(data.validation_identity), "num_measured": len(data.validation_items)}
     return {"items": items, "seed": config.validation.seed, "is_average": is_average}
 

@@ -172,9 +172,6 @@ class PhaseCounter:
         """A model that only generates, and encodes new prompts in between.
 
         ``device`` is with the text encoder next to it, ``least_device`` with one at a time.
-
-        Args:
-            lora_bytes: of all LoRAs on it.
         """
         step, prompts = self._counter.count(settings), self._encoder("prompts", count_prompt_encoder)
         model = self._bytes_without_adapter(step) + step.slots + lora_bytes
