@@ -86,7 +86,12 @@ def start(
     Args:
         module: its name, and its arguments.
         variables: of its environment, in addition to those of this process.
+
+    Raises:
+        TaskFailedError: this node does not see the folder, and another one may.
     """
+    if not Path(folder).is_dir():
+        raise TaskFailedError(f"{socket.gethostname()} does not see {folder}; mount a shared folder there")
     inherited = {name: value for name, value in os.environ.items() if name not in _RANKS}
     return subprocess.Popen(
         [sys.executable, "-m", *module],

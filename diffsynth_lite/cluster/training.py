@@ -104,7 +104,7 @@ def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest
         try:
             raise_as_it_ended(fitting.result().return_value)
         except TrainingFailedError as error:
-            reason = str(error).strip().splitlines()[-1]
+            reason = str(error).strip().splitlines()[-1].rpartition(f"{TaskFailedError.__name__}: ")[2]
             raise RunStoppedError(
                 f"the run failed more than {request.failures} times, last with: {reason}; the same command "
                 "goes on from its last checkpoint"
@@ -187,7 +187,7 @@ def _train_here(config: dict[str, Any]) -> Ended:
         message = error_of(Path(folder, str(first)))
     name = socket.gethostname()
     if code not in _FINAL:
-        raise TaskFailedError(f"exit code {code} on {name}: {message}")
+        raise TaskFailedError(f"exit code {code} on {name}: {message or 'it left no message'}")
     ended = Ended(name="run", node=name, exit_code=code, last_line=message)
     if ended.exit_code == WRONG_INPUT:
         config["refused"].put(ended)

@@ -48,6 +48,8 @@ def test_wrong_input_is_an_answer_and_everything_else_may_be_tried_again(
 ) -> None:
     shell(tmp_path, monkeypatch, "echo 3.png: is damaged >&2; exit 2")
     assert run_command("0/2", [], str(tmp_path)).exit_code == 2
+    with pytest.raises(TaskFailedError, match="does not see /gone; mount"):
+        run_command("0/2", [], "/gone")
     for script, code in (("exit 3", 3), ("kill -9 $$", -9)):
         shell(tmp_path, monkeypatch, f"echo out of memory >&2; {script}")
         with pytest.raises(TaskFailedError, match=f"exit code {code} on .*: out of memory"):
