@@ -1,6 +1,6 @@
 """This file shows the scores of a run: lines by step, a table, and the recommended step in words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diffsynth_lite.errors import UserError
@@ -18,7 +18,7 @@ from diffsynth_lite.scores.recommendation import (
     Recommendation,
     recommend,
 )
-from diffsynth_lite.scores.record import BASE_STEP, ScoreRecord, read_scores
+from diffsynth_lite.scores.record import BASE_STEP, ScoreRecord, joined, read_scores
 
 _OF_BASE = {"total": 0.5, "new": 0.0, "kept": 1.0, "prompt": 0.0}
 """The scores of the base, by their names in a judged column."""
@@ -36,7 +36,8 @@ REASONS: dict[Reason | None, str] = {
     "too few prompts": f"it takes {FEWEST_PROMPTS} captions of held-out items, and as many prompts without "
     "the subject",
     "no saved step": "no LoRA of a scored step was kept",
-    "not shown to be better than the base": "none is shown to be better than the base",
+    "not shown to be better than the base": "the one with the highest score is not shown to be better than "
+    "the base",
 }
 
 
@@ -120,7 +121,7 @@ class RunScores:
 def with_interval(interval: Interval) -> str:
     """A value, and half of its interval, such as ``0.41 ± 0.06``."""
     ends = "" if interval.high is None else f" ± {interval.high - interval.value:.2f}"
-    return f"{interval.value:.2f}{ends}"
+    return f"{interval.value:z.2f}{ends}"
 
 
 def _named(columns: Sequence[JudgedColumn]) -> str:
@@ -144,6 +145,22 @@ def read_run_scores(folder: RunFolder, problems: list[str]) -> RunScores | None:
         saved=saved,
         chosen=choice.step if choice is not None else None,
     )
+
+
+def compared_scores(scores: Mapping[str, RunScores]) -> RunScores:
+    """The scores of a run; of several, whose measure is the same, those of all of their kept steps together.
+
+    Args:
+        scores: by the names that the runs have in front of their steps.
+    """
+    first, *others = scores.values()
+    if not others:
+        return first
+    steps = [(name, each.record, step) for name, each in scores.items() for step in sorted(each.saved)]
+    record = joined(first.record, steps)
+    for column in first.record.columns:
+        record = record.with_column(column) if column.step is None else record
+    return RunScores(record=record, found=recommend(record), saved=frozenset(), chosen=None)
 
 
 def score_row(scores: Sequence[RunScores | None]) -> dict[str, list[str]]:

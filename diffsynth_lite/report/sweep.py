@@ -10,8 +10,8 @@ from diffsynth_lite.report.page import duration
 from diffsynth_lite.report.run_report import RunReport
 from diffsynth_lite.report.scores import REASONS, with_interval
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.scores.recommendation import Interval, Recommendation, recommend
-from diffsynth_lite.scores.record import ScoreRecord, read_scores
+from diffsynth_lite.scores.recommendation import Interval, recommend
+from diffsynth_lite.scores.record import ScoreRecord, joined, read_scores
 
 _BEST, _AS_GOOD = "best", "not distinguishable"
 _BY_SCORES = "Compared by the score of the best step, with an interval at 95 % for all runs together."
@@ -75,24 +75,24 @@ def compare_runs(
         The runs, and what the best one was chosen by, or why none is best.
     """
     runs = [_swept(*each) for each in zip(reports, differs, messages, strict=True)]
-    tops = {
-        report.name: (scores.record, top.step)
+    tops = [
+        (report.name, scores.record, top.step)
         for report in reports
-        if (scores := report.scores) is not None and (top := scores.top) is not None
-    }
+        if (scores := report.scores) and (top := scores.top) and top.step is not None
+    ]
     if not tops:
         lowest = min((run.loss for run in runs if run.loss is not None), default=None)
         is_best = [run.loss is not None and run.loss == lowest for run in runs]
         marked = [replace(run, result=_BEST * best) for run, best in zip(runs, is_best, strict=True)]
         return marked, _NOT_COMPARED if lowest is None else _BY_LOSS
-    if len({record.measure for record, _ in tops.values()}) > 1:
+    if len({record.measure for _, record, _ in tops}) > 1:
         return runs, _DIFFERENT
-    found = _compared(tops)
+    found = recommend(joined(tops[0][1], tops))
     judged = {each.column: each for each in found.columns}
     results = {each.column: _AS_GOOD for each in found.same}
     results |= {found.best.column: _BEST} if found.best is not None else {}
     for place, run in enumerate(runs):
-        if one := judged.get(_column(run.name)):
+        if one := judged.get(f"{run.name}@{run.score_step}"):
             runs[place] = replace(run, score=one.total, result=results.get(one.column, ""))
     return runs, _BY_SCORES if found.best else f"No run is best: {REASONS[found.reason]}."
 
@@ -106,14 +106,14 @@ def worse_runs(folders: Mapping[str, RunFolder]) -> list[str]:
     worse = []
     for name, record in records.items():
         step = max(column.step or 0 for column in record.columns)
-        alike = {
-            other: (each, step)
+        alike = [
+            (other, each, step)
             for other, each in records.items()
             if each.measure == record.measure and step in [column.step for column in each.columns]
-        }
-        found = _compared(alike)
+        ]
+        found = recommend(joined(record, alike))
         good = [each.column for each in (found.best, *found.same) if each]
-        worse += [name] if good and _column(name) not in good else []
+        worse += [name] if good and f"{name}@{step}" not in good else []
     return worse
 
 
@@ -133,19 +133,3 @@ def _swept(report: RunReport, differs: Mapping[str, str], message: str) -> Swept
         message=message,
         peak_memory_gib=points["peak_memory_gib"][-1][1] if "peak_memory_gib" in points else None,
     )
-
-
-def _compared(steps: Mapping[str, tuple[ScoreRecord, int | None]]) -> Recommendation:
-    """The comparison of a step of each run, whose columns are named by :func:`_column`."""
-    record = next(iter(steps.values()))[0]
-    columns = [
-        column.model_copy(update={"column": _column(name), "step": None})
-        for name, (of_run, step) in steps.items()
-        for column in of_run.columns
-        if column.step == step != record.base.step
-    ]
-    return recommend(ScoreRecord(**{**dict(record), "columns": (record.base, *columns)}))
-
-
-def _column(name: str) -> str:
-    return f"run {name}"  # unlike that of the base, whatever a run is called

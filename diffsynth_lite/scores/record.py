@@ -1,5 +1,6 @@
 """This file has the scores that a run folder keeps, ``scores.json``: of the base and of each scored LoRA."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -57,7 +58,8 @@ class ScoreRecord(_Stored):
 
     Attributes:
         measure: a digest of all that decides which scores may be compared: prompts, seeds, sizes, sampler,
-            models, held-out files. Scores of another measure start over.
+            base model, feature models, held-out files. Scores of another measure start over.
+        is_average: whether those of steps are of averaged weights.
         models: the name of the model for images, and of that for prompts.
         held_out_contrast: contrast of the held-out images among themselves, as ``contrast`` of a column.
         other_seed: of each plain prompt, ``kept`` of the base's image of another seed; empty where there is
@@ -69,6 +71,7 @@ class ScoreRecord(_Stored):
     """
 
     measure: _Name
+    is_average: bool = False
     models: tuple[_Name, ...]
     held_out_contrast: float
     other_seed: _Scores = ()
@@ -107,6 +110,21 @@ class ScoreRecord(_Stored):
             if list(map(len, by_prompt)) != [new, new, new, plain, taught]:
                 raise ValueError(f"column {column.column} does not have one value for each prompt")
         return self
+
+
+def joined(first: ScoreRecord, steps: Iterable[tuple[str, ScoreRecord, int]]) -> ScoreRecord:
+    """One record of steps of several runs, ``RUN@STEP``, as if they were LoRAs of others to the first run.
+
+    Args:
+        steps: of each the name of its run, the record of that, of the same measure, and the step.
+    """
+    columns = [
+        column.model_copy(update={"column": f"{name}@{step}", "step": None})
+        for name, record, step in steps
+        for column in record.columns
+        if column.step == step
+    ]
+    return ScoreRecord(**{**dict(first), "columns": (first.base, *columns)})
 
 
 def read_scores(path: Path) -> ScoreRecord | None:

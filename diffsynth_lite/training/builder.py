@@ -29,7 +29,6 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.run_folder.speed import StepTimer
-from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checks import CheckedRun, block_policy
 from diffsynth_lite.training.data_settings import data_sources, num_tokens_of
@@ -53,8 +52,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     measures_average,
 )
 from diffsynth_lite.training.previews import Previews, model_name
-from diffsynth_lite.training.scoring.job import ScoreJob, other_seeds
-from diffsynth_lite.training.scoring.scores import StepScores
+from diffsynth_lite.training.scoring import ScoreJob, StepScores, scored_images
 from diffsynth_lite.training.slider.objective import SHOWN_STRENGTHS, SliderObjective
 
 
@@ -362,6 +360,7 @@ def _build_previews(
     return Previews(
         family=family,
         other=None if family is checked.family else config,
+        generated_by=None if family is checked.family else family.fingerprint(),
         folder=folder,
         writes=writes,
         requests=encoded.previews[: len(config.validation.prompts)],
@@ -373,19 +372,12 @@ def _build_previews(
 
 
 def _build_scores(config: Config, encoded: TrainingData, previews: Previews, folder: RunFolder) -> StepScores:
-    requests = encoded.previews[len(config.validation.prompts) :]
-    images, job = replace(previews, folder=folder.scored_folder, requests=requests, has_grid=False), None
-    again = other_seeds(images, encoded.scored)
-    if requests and images.writes:
-        models = FeatureModels.find(config.validation.score_models)
-        is_average = config.scores_average
-        job = ScoreJob(folder.scores_file, encoded.scored, images, again, models, is_average=is_average)
+    requests, job = encoded.previews[len(config.validation.prompts) :], None
+    images = scored_images(config, folder, replace(previews, requests=requests), encoded.scored)
+    if requests and previews.writes:
+        job = ScoreJob.of(config, folder, encoded.scored, images)
     return StepScores(
-        previews=images,
-        again=again,
-        every_steps=config.score_every_steps,
-        last_step=config.train.steps,
-        job=job,
+        images=images, every_steps=config.score_every_steps, last_step=config.train.steps, job=job
     )
 
 

@@ -91,6 +91,7 @@ class Previews:
         vae_dtype: dtype of the decoder, which is loaded for the previews and freed again.
         other: config with the formats of the model that generates, loaded and freed each time; None where it
             is the trained one.
+        generated_by: identity of the model that generates, in the names of the files; None leaves it out.
         writes: whether this process writes the files.
         has_grid: whether a grid of them is kept, too.
         strengths: of a slider, at each of which a preview is generated, as a strip; empty of other LoRAs.
@@ -103,6 +104,7 @@ class Previews:
     sampler: str
     vae_dtype: torch.dtype
     other: Config | None = None
+    generated_by: str | None = None
     writes: bool = True
     has_grid: bool = True
     strengths: Sequence[float] = ()
@@ -261,8 +263,7 @@ class Previews:
     @cached_property
     def marks(self) -> list[str]:
         """What each preview is generated from and how, in the names of its files."""
-        generated_by = None if self.other is None else self.family.fingerprint()
-        return [_mark(request, generated_by) for request in self.requests]
+        return [_mark(request, self.generated_by) for request in self.requests]
 
     def generated_steps(self) -> list[int]:
         """Steps that have a file for every prompt, also from before a resume."""

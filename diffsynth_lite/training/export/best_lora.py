@@ -7,18 +7,20 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import replacing, set_aside
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import SUFFIX, lora_copies
+from diffsynth_lite.run_folder.model_card import CARD, IMAGES
 from diffsynth_lite.scores.recommendation import recommend
 from diffsynth_lite.scores.record import read_scores
 
 logger = logging.getLogger(__name__)
 
 
-def follow_scores(folder: RunFolder, export: str, *, kept: int | None) -> int | None:
-    """Have ``lora_best`` be the copy of the recommended step of the run; without one it is set aside.
+def follow_scores(folder: RunFolder, export: str, *, kept: int | None, sets_aside: bool = True) -> int | None:
+    """Have ``lora_best`` be the copy of the recommended step of the run, with its card.
 
     Args:
         export: that the copies are of, ``lora`` or ``lora_ema``.
         kept: the step whose LoRA is there, as far as that is known.
+        sets_aside: whether that is set aside where no step is recommended.
 
     Returns:
         The step whose LoRA is there now.
@@ -36,12 +38,16 @@ def follow_scores(folder: RunFolder, export: str, *, kept: int | None) -> int | 
         found = recommend(record.model_copy(update={"columns": own}), copies).best
         best = found.step if found else None
     if best is None:
+        if not sets_aside:
+            return kept
         if place.exists():
             logger.warning("The scores recommend no step: %s moved to %s.", place, set_aside(place, "left"))
     elif best != kept:
-        place.mkdir(exist_ok=True)
-        for file in copies[best].path.glob(f"*{SUFFIX}"):
-            with replacing(place / file.name) as temporary:
+        source = copies[best].path
+        for file in [*source.glob(f"*{SUFFIX}"), *source.glob(CARD), *source.glob(f"{IMAGES}/*")]:
+            copied = place / file.relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(copied) as temporary:
                 shutil.copyfile(file, temporary)
         logger.info("The scores recommend step %d so far, whose LoRA is in %s.", best, place)
     return best

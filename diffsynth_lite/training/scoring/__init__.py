@@ -1,1 +1,0 @@
-"""The scores of a run between its steps, and after it."""
