@@ -19,7 +19,7 @@ from diffsynth_lite.scores.record import BASE_STEP, ScoredColumn
 from diffsynth_lite.training.encoding.run_encoding import encode_scored
 from diffsynth_lite.training.export.best_lora import follow_scores
 from diffsynth_lite.training.previews import Previews, model_name
-from diffsynth_lite.training.scoring import ImageColumn, ScoreJob, base_settings, scored_images
+from diffsynth_lite.training.scoring.job import ImageColumn, ScoreJob, base_settings, scored_images
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class _RunScorer:
         for column, shown, lora in [*self._kept(), *self._others(others)]:
             columns.append(column)
             if is_missing := shown.are_missing(column.step or BASE_STEP):
-                logger.info("Generating: %s.", lora.name)
+                logger.info("Generating: %s.", column.name if column.step is None else f"step {column.step}")
                 generated = self._session.generate_requests(shown.requests, [lora])
                 shown.save(generated, column.step or BASE_STEP, [(lora.name, lora.weight)])
             # Under the name of a LoRA of others another file may have been scored.

@@ -52,7 +52,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     measures_average,
 )
 from diffsynth_lite.training.previews import Previews, model_name
-from diffsynth_lite.training.scoring import ScoreJob, StepScores, scored_images
+from diffsynth_lite.training.scoring.job import ScoreJob, StepScores, scored_images
 from diffsynth_lite.training.slider.objective import SHOWN_STRENGTHS, SliderObjective
 
 

@@ -61,7 +61,7 @@ from diffsynth_lite.training.lora_file import read_initial_lora
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer
 from diffsynth_lite.training.planning.automatic import choose_memory, needs_auto_memory, suggest_settings
 from diffsynth_lite.training.saver import require_disk_space, restore, warn_of_previews
-from diffsynth_lite.training.scoring import cut_back
+from diffsynth_lite.training.scoring.job import cut_back
 from diffsynth_lite.training.session import Run, Start
 from diffsynth_lite.training.shortages import Workload, out_of_memory_explained, shortages_explained
 from diffsynth_lite.training.slider.images import generate_images, slider_data

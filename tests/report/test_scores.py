@@ -9,9 +9,9 @@ from run_folders import ATTACK, full_folder, write_run_scores
 
 from diffsynth_lite.report.page import render, results
 from diffsynth_lite.report.run_report import RunReport, read_run
-from diffsynth_lite.report.scores import MARKS, REASONS
+from diffsynth_lite.report.scores import MARKS, REASONS, with_interval
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.scores.recommendation import Mark, Reason
+from diffsynth_lite.scores.recommendation import Interval, Mark, Reason
 
 BASE = (0.0, 1.0)
 
@@ -38,6 +38,7 @@ def test_the_recommended_step_and_those_as_good_are_named_next_to_what_a_person_
     assert remarks(report) == [("step 10", as_good), ("step 20", "recommended"), ("step 30", "")]
     assert report.scores is not None
     assert report.scores.table.rows[1][1] == "0.76 ± 0.01"
+    assert with_interval(Interval(value=-0.001, low=None, high=None)) == "0.00"
     RunFolder(tmp_path).chosen_file.write_text('{"lora": "lora-00000010"}')
     report = read_run(tmp_path)
     assert report.judgements[0].text == f"{text} Step 10 was chosen by a person, and is used."

@@ -53,7 +53,7 @@ def test_scores_of_runs_that_cannot_be_compared_name_no_best(tmp_path: Path) -> 
     runs = [with_scores(tmp_path / name, at_10=(0.0, 1.0)) for name in ("a", "b")]
     assert (results(*runs), compared(*runs)[1]) == (
         ["", ""],
-        "No run is best: none is shown to be better than the base.",
+        "No run is best: the one with the highest score is not shown to be better than the base.",
     )
     write_run_scores(runs[1].path, BASE | {10: (0.9, 0.9)}, measure="another")
     assert results(*runs) == ["", ""]

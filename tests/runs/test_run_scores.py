@@ -144,20 +144,51 @@ def test_the_command_scores_what_a_run_lacks_and_loras_of_others(
     (scored_run.folder / "scores.json").unlink()
     for image in (scored_run.folder / "previews" / "scores").glob("step-0000000[04]*"):
         image.unlink()
-    other = ("--lora", f"{foreign_lora}:0.5", "--json")
+    other = ("--lora", f"{foreign_lora}:0.5", "--lora", str(foreign_lora), "--json")
     assert main(["score", str(scored_run.folder), *other]) == 0
-    assert loras == [["step-00000004"], ["foreign"], []]
+    assert loras == [["step-00000004"], ["foreign"], ["foreign"], []]
     found = columns(scored_run)
     assert [(name, column.step) for name, column in found.items()] == [
-        *(("base", 0), ("2", 2), ("4", 4), ("foreign", None)),
+        *(("base", 0), ("2", 2), ("4", 4), ("foreign:0.5", None), ("foreign", None)),
     ]
+    assert found["foreign"].kept != found["foreign:0.5"].kept
     assert {name: found[name] for name in before} == before
     printed = json.loads(capsys.readouterr().out)
     assert printed["reason"] == "too few prompts"
-    assert [column["column"] for column in printed["columns"]] == ["2", "4", "foreign"]
+    assert [column["column"] for column in printed["columns"]] == ["2", "4", "foreign:0.5", "foreign"]
     assert main(["score", str(scored_run.folder), *other[:2]]) == 0
-    assert len(loras) == 3  # nothing was generated again
+    assert len(loras) == 4  # nothing was generated again
     assert "The scores recommend no step: it takes 8 captions" in capsys.readouterr().out
+    assert "foreign:0.5" in (scored_run.folder / "report.html").read_text()
+
+
+def test_the_command_compares_runs_and_refuses_those_that_differ_in_base_or_prompts(
+    scored_run: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("diffsynth_lite.training.export.best_lora.recommend", recommend_first)
+    monkeypatch.setattr(SampleSession, "generate_requests", lambda *_: pytest.fail("generated again"))
+    first, other = scored_run.folder, scored_run.root / "other"
+    shutil.copytree(first, other)
+    shutil.rmtree(other / "lora_best")
+    assert main(["score", str(first), str(other), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [column["column"] for column in printed["columns"]] == [
+        f"{run}@{step}" for run in (first, other) for step in (2, 4)
+    ]
+    assert printed["lora_best"] == {str(first): 2, str(other): 2}
+    assert (other / "lora_best" / LORA).read_bytes() == (first / "lora_best" / LORA).read_bytes()
+    assert "after 2 optimizer steps." in (other / "lora_best" / "README.md").read_text()
+    settings = (other / "resolved.yaml").read_text()
+    for before, after, name in (
+        ("vae_tiling: false", "vae_tiling: true", "model.vae_tiling"),
+        ("plain_prompts: []", "plain_prompts: [a, b]", "the prompts"),
+    ):
+        (other / "resolved.yaml").write_text(settings.replace(before, after))
+        assert main(["score", str(first), str(other)]) == 2
+        assert f"{other} differ in {name}, so their scores do not compare" in caplog.text
 
 
 def test_a_run_that_trains_is_not_scored_by_the_command(

@@ -10,12 +10,16 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
+from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import PreviewRequest
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.scores.features import FeatureModels
 from diffsynth_lite.scores.record import read_scores
 from diffsynth_lite.testing.feature_models import save_tiny_dinov2, save_tiny_siglip
 from diffsynth_lite.training.encoding.scored_prompts import ScoredPrompt, ScoredPrompts
-from diffsynth_lite.training.scoring.job import ImageColumn, ScoreJob, cut_back
+from diffsynth_lite.training.previews import Previews
+from diffsynth_lite.training.scoring.job import ImageColumn, ScoredImages, ScoreJob, cut_back, scored_images
 
 RED, BLUE, STRIPED = (Image.new("RGB", (64, 32), colour) for colour in ("red", "blue", "white"))
 STRIPED.paste("black", (0, 8, 64, 16))
@@ -69,7 +73,9 @@ def test_models_are_the_same_by_what_is_in_their_files(folders: list[str], tmp_p
     assert FeatureModels.find(moved).identity != FeatureModels.find(folders).identity
 
 
-def scored(folder: Path, models: FeatureModels, measure: str = "one") -> tuple[ScoreJob, list[ImageColumn]]:
+def scored(
+    folder: Path, models: FeatureModels, measure: str = "one", *, is_average: bool = False
+) -> tuple[ScoreJob, list[ImageColumn]]:
     """A job, and the files of the base and of step 5: two images of each kind, of two frames."""
     columns = []
     for step in (0, 5):
@@ -84,12 +90,15 @@ def scored(folder: Path, models: FeatureModels, measure: str = "one") -> tuple[S
         plain=[prompt("a circle"), prompt("a square")],
         taught=[prompt("a red", [RED, RED]), prompt("a blue", [BLUE])],
     )
-    previews = SimpleNamespace(marks=[measure], requests=[SimpleNamespace(num_frames=2)])
+    previews = SimpleNamespace(
+        marks=[measure], requests=[SimpleNamespace(num_frames=2)], generated_by="the base"
+    )
     # The base's image of one prompt is the same from other noise, and that of the other is not.
     again = SimpleNamespace(
         marks=[], requests=range(2), file=lambda step, place: columns[0].files[(2, 5)[place]]
     )
-    job = ScoreJob(folder / "scores.json", prompts, previews, again, models, is_average=False)
+    images = ScoredImages(previews=previews, again=again)
+    job = ScoreJob(folder / "scores.json", prompts, images, models, is_average=is_average)
     return job, columns
 
 
@@ -106,6 +115,8 @@ def test_what_is_there_is_not_scored_again_and_a_damaged_record_or_another_measu
     first = job.update(columns[:1])
     assert (job.lacks("base"), job.lacks("5")) == (False, True)
     assert scored(tmp_path, models, "another")[0].lacks("base")
+    averaged, _ = scored(tmp_path, models, is_average=True)
+    assert (averaged.lacks("base"), averaged.measure) == (True, job.measure)  # runs of both compare
     both = scored(tmp_path, models)[0].update(columns)  # after a kill: by a new process
     assert both.base == first.base
     assert both.other_seed[0] == pytest.approx(1, abs=1e-9)
@@ -120,6 +131,25 @@ def test_what_is_there_is_not_scored_again_and_a_damaged_record_or_another_measu
     assert "Scores start over" in caplog.text
     assert scored(tmp_path, models, "another")[0].update(columns[:1]).columns == both.columns[:1]
     assert "measured in another way" in caplog.text
+
+
+def test_images_of_averaged_weights_and_of_another_base_have_files_of_their_own(tmp_path: Path) -> None:
+    file, prompts = tmp_path / "a.yaml", ScoredPrompts(new=[prompt("a")], plain=[prompt("b")])
+    file.write_text("model: {family: qwen_image, path: a}\ndata: {path: a}\noutput: {dir: b}\n")
+    of_one = {"conditioning": {}, "negative": {}, "width": 8, "height": 8, "num_inference_steps": 1}
+    request = PreviewRequest(**of_one, guidance_scale=1.0, seed=0)
+
+    def files(*settings: str, weights: str = "a") -> list[Path]:
+        family = SimpleNamespace(fingerprint=lambda: weights)
+        of_model = {"family": family, "model": "", "sampler": "", "vae_dtype": torch.float32}
+        previews = Previews(folder=tmp_path, requests=[request] * 2, **of_model)
+        config = load_config(file, settings).config
+        images = scored_images(config, RunFolder(tmp_path), previews, prompts)
+        return [images.previews.file(0, 0), images.again.file(0, 0)]
+
+    found = [*files(), *files("train.ema_decay=0.5"), *files("model.quantize=int8"), *files(weights="b")]
+    assert len(set(found)) == 8
+    assert files("train.ema_decay=0.5", "validation.use_ema=false") == files()
 
 
 def test_new_images_of_a_column_are_scored_again_and_damaged_ones_are_named(

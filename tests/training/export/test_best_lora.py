@@ -17,7 +17,8 @@ def run(tmp_path: Path) -> RunFolder:
     """A run of which step 20 is recommended, and a LoRA of others is better still."""
     write_run_scores(tmp_path, BASE | {10: (0.3, 0.9), 20: (0.6, 0.9), None: (0.9, 0.95)})
     for step in (10, 20):
-        (tmp_path / "checkpoints" / f"lora-{step:08d}" / FILE).write_text(f"step {step}")
+        for file in (FILE, "README.md", "COMPLETE"):
+            (tmp_path / "checkpoints" / f"lora-{step:08d}" / file).write_text(f"step {step}")
     return RunFolder(tmp_path)
 
 
@@ -28,6 +29,7 @@ def best(run: RunFolder) -> str:
 def test_the_best_lora_is_that_of_the_recommended_step_and_moves_with_it(run: RunFolder) -> None:
     assert follow_scores(run, "lora", kept=None) == 20
     assert best(run) == "step 20"
+    assert sorted(file.name for file in run.best_lora_folder.iterdir()) == [FILE, "README.md"][::-1]
     write_run_scores(run.path, BASE | {10: (0.7, 0.9), 20: (0.6, 0.9)})
     assert follow_scores(run, "lora", kept=20) == 10
     assert best(run) == "step 10"
@@ -40,7 +42,9 @@ def test_without_a_recommendation_the_best_lora_of_before_is_set_aside(
     run: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     follow_scores(run, "lora", kept=None)
-    assert follow_scores(run, "lora_ema", kept=20) is None  # no such copies
+    assert follow_scores(run, "lora_ema", kept=20, sets_aside=False) == 20  # no such copies
+    assert best(run) == "step 20"
+    assert follow_scores(run, "lora_ema", kept=20) is None
     assert not run.best_lora_folder.exists()
     assert (run.path / ".left-lora_best-1" / FILE).read_text() == "step 20"
     assert "The scores recommend no step" in caplog.text

@@ -178,7 +178,7 @@ class ScoreJob:
             return None
         if record is not None and not self._compares_with(record):
             logger.warning(
-                "%s was measured in another way (prompts, seeds, sizes, sampler, models, items or "
+                "%s was measured in another way (base, prompts, seeds, sizes, sampler, models, items or "
                 "validation.use_ema); scores start over.",
                 self._path,
             )

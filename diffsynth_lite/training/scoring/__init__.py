@@ -1,0 +1,1 @@
+"""The scores of a run between its steps, and after it."""
