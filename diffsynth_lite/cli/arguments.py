@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.cli.processes import is_one_of_several, parent_command
+from diffsynth_lite.cluster.node import COMMAND_VARIABLE
 from diffsynth_lite.config import section_types
 from diffsynth_lite.config.messages import in_place_of_flag
 
@@ -135,6 +136,8 @@ def same_command(environment: Mapping[str, str], words: Sequence[str]) -> str | 
     Args:
         words: of the command, after the name of this program.
     """
+    if on_cluster := environment.get(COMMAND_VARIABLE):
+        return on_cluster
     if not is_one_of_several(environment):
         return command(*_without_resume(words))
     # Of torch's agent, which accelerate launch is, too; mpirun may be on another machine.

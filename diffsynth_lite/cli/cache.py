@@ -15,6 +15,7 @@ from rich.prompt import Confirm
 from diffsynth_lite.cli.arguments import add_config_arguments, part_of
 from diffsynth_lite.cli.cluster import (
     add_ray_arguments,
+    folders_of,
     refuse_without_ray,
     require_done,
     run_parts,
@@ -119,12 +120,11 @@ def _fill_on_cluster(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig])
     if parsed.part:
         raise UserError(f"--part {parsed.part[0]}/{parsed.part[1]}: --ray makes the parts; give --parts N")
     refuse_group(os.environ, "cache fill --ray")
-    from diffsynth_lite.training.data_settings import data_sources, find_training_records
+    from diffsynth_lite.training.data_settings import find_training_records
 
     for one in loaded:
         cache = shared_folder(one.config.data.cache_dir, key="data.cache_dir")
         records = find_training_records(one.config).require_all()
-        places = [source.folder for source in data_sources(one.config)]
         presets = [word for name in parsed.presets for word in ("--preset", name)]
         words = ["cache", "fill", "--config", str(one.path.resolve()), *presets, *parsed.overrides]
         ended = run_parts(
@@ -132,7 +132,7 @@ def _fill_on_cluster(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig])
             words,
             {record.name: float(record.target.stat().st_size) for record in records},
             written=[cache],
-            read=[Path.cwd(), one.path.resolve(), *(place.resolve() for place in places if place)],
+            read=[Path.cwd(), one.path.resolve(), *folders_of(one.config)],
             then=words,  # It finds what only all parts together show.
         )
         require_done(ended)

@@ -138,12 +138,13 @@ def _caption_on_cluster(parsed: argparse.Namespace) -> None:
     frames = {item.file: float(job.num_frames if is_video(item.file) else 1) for item in contents.items}
     words = [word for word in without_ray(parsed.words) if word != "--json"]
     began_at = time.perf_counter()
+    given = [Path(text).expanduser() for text in (parsed.model, parsed.instruction, parsed.config) if text]
     ended = run_parts(
         parsed,
         [*words, "--json"],
         frames,
         written=[job.folder.resolve()],
-        read=[Path.cwd(), *(path.resolve() for path in job.inputs)],
+        read=[Path.cwd(), *(path.resolve() for path in (*job.inputs, *given) if path.exists())],
         gpus=0 if parsed.endpoint else None,
     )
     outcome = joined_outcome([json.loads(each.output) for each in ended if each.output])

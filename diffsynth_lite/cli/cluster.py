@@ -4,7 +4,8 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from diffsynth_lite.cli.processes import refuse_group
 from diffsynth_lite.cluster.node import WRONG_INPUT, Ended
 from diffsynth_lite.cluster.session import HERE, ClusterRequest, connected, num_slots, require_shared
 from diffsynth_lite.cluster.tasks import Task, run_tasks
-from diffsynth_lite.config import LoadedConfig
-from diffsynth_lite.errors import RunStoppedError, UserError, join_lines
+from diffsynth_lite.config import Config, LoadedConfig
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, join_lines
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,14 @@ def shared_folder(text: str, *, key: str) -> Path:
     return Path(text).expanduser().resolve()
 
 
+def folders_of(config: Config) -> list[Path]:
+    """The folders of data and of the base model; not those that come from a hub."""
+    given = {f"{key}.path": source.path for key, source in config.data.sources_by_key.items()}
+    given["model.path"] = config.model.path
+    paths = [shared_folder(path, key=key) for key, path in given.items() if path]
+    return [path for path in paths if path.exists()]
+
+
 def run_parts(
     parsed: argparse.Namespace,
     words: Sequence[str],
@@ -166,7 +175,7 @@ def run_parts(
     Returns:
         How the parts ended, and the command after them.
     """
-    with connected(cluster_request(parsed, gpus=0)) as ray:
+    with connected(cluster_request(parsed, gpus=0)) as ray, _ended_by_ctrl_c():
         if parsed.gpus_per_task is not None:
             gpus = parsed.gpus_per_task
         request = cluster_request(parsed, gpus=default_gpus(ray, parsed) if gpus is None else gpus)
@@ -187,6 +196,14 @@ def run_parts(
         if then and not any(each.exit_code for each in ended):
             ended += run_tasks(ray, [Task(name="all", words=then)], str(Path.cwd()), request)
     return ended
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise RunInterrupted("stopped; what is done is kept, and the same command goes on") from None
 
 
 def require_done(ended: Sequence[Ended]) -> None:
@@ -222,11 +239,14 @@ def parts_by_cost(costs: Mapping[str, float], count: int) -> dict[str, float]:
     return {f"{index}/{count}": by_part[index] for index in order}
 
 
-def train_there(parsed: argparse.Namespace, loaded: LoadedConfig, words: Sequence[str]) -> None:
+def train_there(
+    parsed: argparse.Namespace, loaded: LoadedConfig, words: Sequence[str], *, again: str | None
+) -> None:
     """Train on the nodes of a cluster.
 
     Args:
         words: of ``train``, after its name.
+        again: the command that goes on with the run, for its messages.
     """
     from diffsynth_lite.cluster.training import TrainingRequest, train_on_cluster
 
@@ -237,22 +257,17 @@ def train_there(parsed: argparse.Namespace, loaded: LoadedConfig, words: Sequenc
     refuse_group(os.environ, "train --ray")
     config, here = loaded.config, Path.cwd()
     run_folder = shared_folder(config.output.dir, key="output.dir")
-    given = {f"{key}.path": source.path for key, source in config.data.sources_by_key.items()}
-    given |= {"model.path": config.model.path, "data.cache_dir": config.data.cache_dir}
-    paths = [shared_folder(path, key=key) for key, path in given.items() if path]
+    cache = [shared_folder(config.data.cache_dir, key="data.cache_dir")] if config.data.cache else []
+    read = [here, loaded.path.resolve(), *folders_of(config)]
     with connected(cluster_request(parsed, gpus=0)) as ray:
         gpus = default_gpus(ray, parsed) if parsed.gpus_per_node is None else parsed.gpus_per_node
         cluster = cluster_request(parsed, gpus=gpus)
-        require_shared(
-            ray,
-            cluster,
-            written=[run_folder.parent],
-            read=[here, loaded.path.resolve(), *(path for path in paths if path.exists())],
-        )
+        require_shared(ray, cluster, written=[run_folder.parent, *cache], read=read)
         words = ["--config", str(loaded.path.resolve()), *words[2:], f"output.dir={run_folder}"]
         train_on_cluster(
             ray,
             TrainingRequest(
+                command=again or "",
                 words=words,
                 folder=str(here),
                 run_folder=str(run_folder),

@@ -130,7 +130,7 @@ def _train(parsed: argparse.Namespace, started_at: float) -> None:
     loaded = load(parsed, parsed.config)
     require_family_name(loaded.config.model.family)
     if parsed.ray is not None:
-        train_there(parsed, loaded, words_of(parsed))
+        train_there(parsed, loaded, words_of(parsed), again=same_command(os.environ, parsed.words))
         return
     refuse_without_ray(parsed, "num_nodes", "min_nodes", "gpus_per_node", "max_failures")
     logger.info("diffsynth_lite %s, settings from %s", __version__, loaded.path)

@@ -23,6 +23,8 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RA
 """Of a node among those that a launcher started Ray on; a command would take itself for one of several."""
 WRONG_INPUT = exit_code(UserError())
 """Exit code of what another try does not mend: a setting, a path, an image."""
+COMMAND_VARIABLE = "DIFFSYNTH_LITE_COMMAND"
+"""Of the environment of a run on a cluster: the command that somebody typed, for its messages."""
 
 
 class TaskFailedError(Exception):

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-from diffsynth_lite.cluster.node import WRONG_INPUT, Ended, TaskFailedError, start
+from diffsynth_lite.cluster.node import COMMAND_VARIABLE, WRONG_INPUT, Ended, TaskFailedError, start
 from diffsynth_lite.cluster.session import ClusterRequest
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.queue.locks import is_locked
@@ -39,6 +39,7 @@ class TrainingRequest:
     """A run of several nodes.
 
     Attributes:
+        command: that somebody typed, which goes on with the run.
         words: of ``train``, after its name, with paths that all nodes see.
         folder: that its processes are started in.
         run_folder: as all nodes see it.
@@ -47,6 +48,7 @@ class TrainingRequest:
         failures: after which the run is not started again.
     """
 
+    command: str
     words: Sequence[str]
     folder: str
     run_folder: str
@@ -94,9 +96,10 @@ def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest
         )
         pool = ThreadPoolExecutor(1)  # Outside of the main thread Ray leaves the signals alone.
         scope.callback(pool.shutdown, wait=False)
-        scope.enter_context(_asked_by_signals(run))
+        ask = scope.enter_context(_asked_by_signals(run))
         fitting = pool.submit(trainer.fit)
         while not wait([fitting], timeout=_POLL_S).done:
+            ask()
             if not refused.empty():
                 # Where all were refused, all have ended; one that was is waited for by the others.
                 wait([fitting], timeout=_TOGETHER_S)
@@ -130,22 +133,32 @@ def raise_as_it_ended(ended: Ended) -> None:
 
 
 @contextmanager
-def _asked_by_signals(run: RunFolder) -> Iterator[None]:
-    """Scope in which the first signal asks the run to save and stop, and the second one ends this process."""
+def _asked_by_signals(run: RunFolder) -> Iterator[Callable[[], None]]:
+    """Scope in which the first signal asks the run to save and stop, and the second one ends this process.
+
+    Yields what is to be called again and again: a run that starts removes a request that it finds.
+    """
+    file, asked = run.path / REQUEST_FILES["stop"], list[int]()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        file = run.path / REQUEST_FILES["stop"]
-        if file.exists() or not run.path.is_dir():
+        if asked or not run.path.is_dir():
             raise RunInterrupted(f"{signal.Signals(number).name}: the run is ended without a save")
-        file.touch()
+        asked.append(number)
+        ask()
+
+    def ask() -> None:
+        if asked:
+            file.touch()
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        yield
+        yield ask
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if asked:
+            file.unlink(missing_ok=True)
 
 
 def _train_here(config: dict[str, Any]) -> Ended:
@@ -170,7 +183,10 @@ def _train_here(config: dict[str, Any]) -> Ended:
     with TemporaryDirectory() as folder, ExitStack() as children:
         started = []
         for local_rank in range(request.processes):
-            variables = {"TORCHELASTIC_ERROR_FILE": f"{folder}/{local_rank}"}
+            variables = {
+                "TORCHELASTIC_ERROR_FILE": f"{folder}/{local_rank}",
+                COMMAND_VARIABLE: request.command,
+            }
             if num_nodes * request.processes > 1:  # One process is a run of this machine, bit for bit.
                 variables |= {
                     "MASTER_ADDR": address[0],

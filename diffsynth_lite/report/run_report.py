@@ -48,6 +48,7 @@ class RunReport:
     """The content of the page of one run; texts have their secrets masked.
 
     Attributes:
+        node: name of its machine, where that is another one.
         base: put before the names of files in the folder to link them from the page.
         series: lines of charts, by metric.
         scores: None where its images were not scored.
@@ -60,6 +61,7 @@ class RunReport:
     folder: Path
     base: str
     state: RunState
+    node: str = ""
     series: Mapping[str, Series] = field(default_factory=dict)
     time_shares: str = ""
     scores: RunScores | None = None
@@ -115,6 +117,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
         folder=path,
         base=base,
         state=state,
+        node=folder.node,
         series=series,
         time_shares=time_shares(rows),
         scores=scores,

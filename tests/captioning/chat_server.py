@@ -1,5 +1,6 @@
 """A server of OpenAI's chat protocol on this machine, which answers as a test wants it to."""
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,12 @@ def reply(body: bytes | str = b"", status: int = 200, **headers: str) -> Behavio
         handler.wfile.write(content)
 
     return behave
+
+
+def name_image(handler: "Handler") -> None:
+    """Answers with words that differ with the image, and are the same for the same one."""
+    seen = hashlib.sha256(json.dumps(handler.asked.body["messages"]).encode()).hexdigest()
+    reply(chat(f"A house with the number {int(seen[:6], 16)}."))(handler)
 
 
 def hang_up(handler: "Handler") -> None:
@@ -77,13 +84,13 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     double: ChatServerDouble
+    asked: Received
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.asked = Received(self.path, dict(self.headers), json.loads(body) if body else None)
         with self.double.lock:
-            self.double.received.append(
-                Received(self.path, dict(self.headers), json.loads(body) if body else None)
-            )
+            self.double.received.append(self.asked)
             behave = self.double.next.pop(0) if self.double.next else self.double.always
         try:
             behave(self)

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from diffsynth_lite.cli import arguments as worded
 from diffsynth_lite.cli import train
 from diffsynth_lite.cli.main import main
+from diffsynth_lite.cluster.node import COMMAND_VARIABLE
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, exit_code
 
 
@@ -103,6 +104,7 @@ AGENT = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}
         (True, False, AGENT, ["{bin}/python3", "-m", "torch"], "{bin}/python3 -m torch"),
         (True, True, AGENT, [], None),
         (True, True, {"PMI_RANK": "0", "PMI_SIZE": "2"}, ["mpirun"], None),
+        (True, True, {"RANK": "0", "WORLD_SIZE": "2", COMMAND_VARIABLE: "train --ray"}, [], "train --ray"),
     ],
 )  # fmt: skip
 def test_the_same_command_is_as_it_can_be_typed_here(

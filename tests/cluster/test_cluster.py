@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -11,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_server import running
+from chat_server import name_image, running
 from nodes import Nodes, make_tiny_run
+from PIL import Image
 from tiny_run import TinyRun, checkpoint_tensors, differing, forked
 
+from diffsynth_lite.cli.arguments import command
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.queue.folder import Queue
+from diffsynth_lite.testing.captioners import save_tiny_qwen3_vl
 from diffsynth_lite.workspace import Workspace
 
 pytest.importorskip("ray")
@@ -52,9 +57,9 @@ def meanwhile(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def started(words: Sequence[str], folder: Path) -> "subprocess.Popen[bytes]":
+def started(words: Sequence[str], folder: Path, **options: Any) -> "subprocess.Popen[bytes]":
     """A command in a process of its own, which can be killed."""
-    return subprocess.Popen([sys.executable, "-m", "diffsynth_lite.cli.main", *words], cwd=folder)
+    return subprocess.Popen([sys.executable, "-m", "diffsynth_lite.cli.main", *words], cwd=folder, **options)
 
 
 def kill_first(nodes: Nodes, words: str) -> Any:
@@ -118,45 +123,6 @@ def test_a_fill_whose_driver_was_killed_goes_on_and_encodes_nothing_twice(
     assert len(entries(cache)) > 5
 
 
-def test_a_bad_item_is_named_and_its_part_is_not_tried_again_while_the_others_are_done(
-    tiny_run: TinyRun, nodes: Nodes, caplog: pytest.LogCaptureFixture
-) -> None:
-    bad = tiny_run.root / "data" / "3.png"
-    bad.write_bytes(bad.read_bytes()[:200])
-    words = ["cache", "fill", *tiny_run.arguments, "--ray", nodes.address, "--parts", "5", *ON_CPUS]
-    assert main(words) == 2
-    assert "3.png" in caplog.text
-    assert "tried again" not in caplog.text
-
-
-def test_a_node_that_does_not_see_the_folder_is_named(
-    tiny_run: TinyRun, cluster: Nodes, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    blind = tmp_path / "blind"
-    blind.mkdir()
-    # As on a machine where the folder is not mounted.
-    (blind / "sitecustomize.py").write_text(
-        "import pathlib\n"
-        "exists, read_text = pathlib.Path.exists, pathlib.Path.read_text\n"
-        f"hidden = {str(tiny_run.root / 'cache')!r}\n"
-        "def read(path, *args, **options):\n"
-        "    if str(path).startswith(hidden): raise FileNotFoundError(2, 'no such file', str(path))\n"
-        "    return read_text(path, *args, **options)\n"
-        "pathlib.Path.read_text = read\n"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(blind), prepend=":")
-        node = cluster.cluster.add_node(num_cpus=1, include_dashboard=False)
-    try:
-        words = ["cache", "fill", *tiny_run.arguments, "--ray", cluster.address, *ON_CPUS]
-        assert main(words) == 2
-    finally:
-        cluster.cluster.remove_node(node, allow_graceful=False)
-    assert f"does not see {tiny_run.root / 'cache'}; mount a shared folder" in caplog.text
-    assert caplog.text.count("does not see") == 1
-    assert not list((tiny_run.root / "cache").iterdir())
-
-
 @pytest.mark.parametrize("lost", ["task", "node", "driver"])
 def test_captions_of_an_endpoint_are_those_of_one_machine_whatever_is_lost(
     tiny_run: TinyRun, nodes: Nodes, capsys: pytest.CaptureFixture[str], lost: str
@@ -173,6 +139,7 @@ def test_captions_of_an_endpoint_are_those_of_one_machine_whatever_is_lost(
             kill_first(nodes, "diffsynth_lite.cli.main caption")
 
     with running() as double:
+        double.always = name_image
         words = ["caption", str(data), "--endpoint", double.endpoint, "--model", "colours", "--json"]
         there = [*words, "--ray", nodes.address, "--parts", "3"]
         if lost == "driver":
@@ -195,6 +162,24 @@ def test_captions_of_an_endpoint_are_those_of_one_machine_whatever_is_lost(
     assert found["written"].items() <= here["written"].items()
     assert len(found["written"]) + found["kept"] == 5
     assert sorted(path.name for path in (data / ".captions").glob("report*")) == ["report.jsonl"]
+
+
+def test_captions_of_a_model_that_each_part_loads_are_those_of_one_machine(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    model, data = save_tiny_qwen3_vl(tmp_path / "captioner"), tmp_path / "data"
+    data.mkdir()
+    for place, colour in enumerate(("red", "lime", "blue", "black", "white")):
+        Image.new("RGB", (64, 64), colour).save(data / f"{place}.png")
+    words = ["caption", str(data), "--model", str(model), "--replace", "all"]
+    written = []
+    for there in ([], ["--ray", nodes.address, "--parts", "2", *ON_CPUS]):
+        for caption in data.glob("*.txt"):
+            caption.unlink()
+        assert main([*words, *there]) == 0
+        written.append({path.name: path.read_text() for path in sorted(data.glob("*.txt"))})
+    assert written[0] == written[1]
+    assert len(set(written[0].values())) > 1
 
 
 def test_a_run_whose_node_is_lost_goes_on_elsewhere_and_is_the_same_bit_for_bit(
@@ -252,6 +237,45 @@ def test_a_run_whose_driver_and_a_process_were_killed_goes_on_by_the_same_comman
     assert differing(checkpoint_tensors(whole_run, 40), checkpoint_tensors(tiny_run.folder, 40)) == []
 
 
+def test_a_run_of_two_processes_on_a_node_is_that_of_a_launcher_though_one_of_them_is_killed(
+    tiny_run: TinyRun, cluster: Nodes, whole_run: Path
+) -> None:
+    # GPUs of Ray only: torch finds none, and takes the CPU.
+    node = cluster.cluster.add_node(num_cpus=1, num_gpus=2, include_dashboard=False)
+
+    def disturb() -> None:
+        wait_for(lambda: has_checkpoint(tiny_run, 8))
+        cluster.processes(node, "cli.train")[-1].kill()
+
+    disturbing = meanwhile(disturb)
+    words = ["train", *tiny_run.arguments, *TRAINED, "--ray", cluster.address, "--gpus-per-node", "2"]
+    assert main(words) == 0
+    disturbing.join(LIMIT_S)
+    cluster.cluster.remove_node(node, allow_graceful=False)
+    assert differing(checkpoint_tensors(whole_run, 40), checkpoint_tensors(tiny_run.folder, 40)) == []
+
+
+def test_a_run_that_is_asked_to_stop_names_the_command_with_the_cluster_which_goes_on(
+    tiny_run: TinyRun, nodes: Nodes, whole_run: Path
+) -> None:
+    words = train_words(tiny_run, nodes)
+    for ready, message in (
+        (lambda: has_checkpoint(tiny_run, 4), "saved; the same command continues it: "),
+        # Its processes remove what asks for a stop before they look for it.
+        (lambda: nodes.running("cli.train"), "before the first step; the same command starts again, "),
+    ):
+        driver = started(words, tiny_run.root, stderr=subprocess.PIPE)
+        wait_for(ready)
+        driver.send_signal(signal.SIGINT)
+        log = driver.communicate()[1].decode()
+        assert driver.returncode == 75
+        end = [line for line in log.splitlines() if message in line][-1]
+        assert end.endswith(command(*words))
+        assert not (tiny_run.folder / "STOP").exists()
+    assert main(words) == 0
+    assert differing(checkpoint_tensors(whole_run, 40), checkpoint_tensors(tiny_run.folder, 40)) == []
+
+
 def test_a_run_that_is_refused_is_not_started_again(
     tiny_run: TinyRun, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,15 +284,31 @@ def test_a_run_that_is_refused_is_not_started_again(
     assert not tiny_run.folder.exists()
 
 
+def make_workspace(run: TinyRun, path: Path) -> Path:
+    """A workspace with the config of a run, whose paths are whole, as ``configs/tiny.yaml``."""
+    (path / "configs").mkdir(parents=True)
+    config = run.config.read_text().replace(f"{run.root}/run", "runs/tiny")
+    (path / "configs" / "tiny.yaml").write_text(config)
+    return path
+
+
+def differing_from_here(run: TinyRun, folder: Path, *settings: str) -> Sequence[str]:
+    """Tensors of a run of two steps in a folder that are not those of one on this machine."""
+    here = run.root / f"here {folder.name}"
+    assert run.train(*settings, "train.steps=2", f"output.dir={here}") == 0
+    return differing(checkpoint_tensors(here, 2), checkpoint_tensors(folder, 2))
+
+
 def test_six_variants_are_trained_at_once_by_a_queue_whose_worker_was_killed_and_a_node_lost(
-    tiny_run: TinyRun, nodes: Nodes, tmp_path: Path
+    tiny_run: TinyRun, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace = tmp_path / "work"
-    (workspace / "configs").mkdir(parents=True)
-    config = tiny_run.config.read_text().replace(f"{tiny_run.root}/run", "runs/tiny")
-    (workspace / "configs" / "tiny.yaml").write_text(config)
-    words = ["queue", "add", "--workspace", str(workspace), "--config", "tiny.yaml"]
-    assert main([*words, *tiny_run.settings, "train.steps=2", "lora.rank=1,2,3,4,5,6"]) == 0
+    monkeypatch.chdir(tmp_path)
+    workspace = make_workspace(tiny_run, tmp_path / "work")
+    bad = shutil.copytree(tiny_run.root / "data", tmp_path / "bad")
+    (bad / "3.png").write_bytes(b"")
+    words = ["queue", "add", "--workspace", str(workspace), "--config", "tiny.yaml", *tiny_run.settings]
+    assert main([*words, "train.steps=2", f"data.path={bad}", "output.dir=runs/bad"]) == 0
+    assert main([*words, "train.steps=2", "lora.rank=1,2,3,4,5,6"]) == 0
     work = ["queue", "work", "--workspace", str(workspace), "--ray", nodes.address, "--gpus-per-node", "0"]
     worker = started(work, tmp_path)
     kill_first(nodes, "cli.train")
@@ -288,18 +328,32 @@ def test_six_variants_are_trained_at_once_by_a_queue_whose_worker_was_killed_and
     (workspace / "done").touch()
     disturbing.join(LIMIT_S)
     done = Queue(Workspace(workspace)).snapshot().in_state("done")
-    assert [run.entry.outcome for run in done if run.entry] == ["finished"] * 6
+    found = {run.name: run.entry for run in done if run.entry}
+    refused = found.pop("bad")
+    assert (refused.outcome, refused.exit_code) == ("failed", 2)
+    assert "3.png" in refused.message
+    assert [(entry.outcome, entry.exit_code) for entry in found.values()] == [("finished", 0)] * 6
     assert most > 1
+    for rank in (1, 6):
+        folder = workspace / found[f"tiny-rank{rank}"].folder
+        assert differing_from_here(tiny_run, folder, f"lora.rank={rank}") == []
 
 
-def test_the_processes_of_a_node_with_several_gpus_are_those_of_one_machine(
-    tiny_run: TinyRun, cluster: Nodes, whole_run: Path
+def test_a_sweep_trains_its_runs_on_the_cluster_and_compares_them(
+    tiny_run: TinyRun,
+    nodes: Nodes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # GPUs of Ray only: torch finds none, and takes the CPU.
-    node = cluster.cluster.add_node(num_cpus=1, num_gpus=2, include_dashboard=False)
-    try:
-        words = ["--ray", cluster.address, "--gpus-per-node", "2"]
-        assert main(["train", *tiny_run.arguments, *TRAINED, *words]) == 0
-    finally:
-        cluster.cluster.remove_node(node)
-    assert differing(checkpoint_tensors(whole_run, 40), checkpoint_tensors(tiny_run.folder, 40)) == []
+    monkeypatch.chdir(tmp_path)
+    workspace = make_workspace(tiny_run, tmp_path / "work")
+    run = tiny_run.having(f"validation.data={tiny_run.root / 'data'}", "train.steps=2")
+    words = ["sweep", "tiny.yaml", *run.settings, "lora.rank=2,4", "--workspace", str(workspace), "--json"]
+    assert main([*words, "--ray", nodes.address, "--gpus-per-node", "0"]) == 0
+    there = json.loads(capsys.readouterr().out)
+    assert [(each["state"], each["message"]) for each in there["runs"]] == [("finished", "")] * 2
+    assert sorted(each["result"] for each in there["runs"]) == ["", "best"]
+    for each in there["runs"]:
+        folder = workspace / "runs" / each["name"]
+        assert differing_from_here(run, folder, f"lora.rank={each['differs']['lora.rank']}") == []

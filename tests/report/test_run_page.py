@@ -127,6 +127,13 @@ def test_a_run_whose_trainer_is_gone_was_killed(tmp_path: Path) -> None:
         assert (killed.title, killed.step) == ("Killed", 37)
 
 
+def test_a_run_of_another_machine_shows_which(tmp_path: Path) -> None:
+    RunFolder(tmp_path).write_status("finished", exit_code=0, step=2, message="")
+    assert "<dt>On</dt>" not in render([read_run(tmp_path)])
+    (tmp_path / ".lock").write_text("process 7 on node-3, started then\n")
+    assert "<dt>On</dt><dd>node-3</dd>" in render([read_run(tmp_path)])
+
+
 def test_a_run_that_diverged_shows_the_last_step_that_was_tried(tmp_path: Path) -> None:
     RunFolder(tmp_path).write_status("diverged", exit_code=3, step=0, message="step 9: loss not finite")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 9, "loss": null}\n')
