@@ -307,13 +307,13 @@ def test_six_variants_are_trained_at_once_by_a_queue_whose_worker_was_killed_and
     bad = shutil.copytree(tiny_run.root / "data", tmp_path / "bad")
     (bad / "3.png").write_bytes(b"")
     words = ["queue", "add", "--workspace", str(workspace), "--config", "tiny.yaml", *tiny_run.settings]
-    assert main([*words, "train.steps=2", f"data.path={bad}", "output.dir=runs/bad"]) == 0
     assert main([*words, "train.steps=2", "lora.rank=1,2,3,4,5,6"]) == 0
     work = ["queue", "work", "--workspace", str(workspace), "--ray", nodes.address, "--gpus-per-node", "0"]
     worker = started(work, tmp_path)
     kill_first(nodes, "cli.train")
     worker.kill()
     worker.wait()
+    assert main([*words, "train.steps=2", f"data.path={bad}", "output.dir=runs/bad"]) == 0
     most = 0
 
     def disturb() -> None:
@@ -330,7 +330,7 @@ def test_six_variants_are_trained_at_once_by_a_queue_whose_worker_was_killed_and
     done = Queue(Workspace(workspace)).snapshot().in_state("done")
     found = {run.name: run.entry for run in done if run.entry}
     refused = found.pop("bad")
-    assert (refused.outcome, refused.exit_code) == ("failed", 2)
+    assert (refused.outcome, refused.exit_code) == ("refused", 2)
     assert "3.png" in refused.message
     assert [(entry.outcome, entry.exit_code) for entry in found.values()] == [("finished", 0)] * 6
     assert most > 1
@@ -348,7 +348,7 @@ def test_a_sweep_trains_its_runs_on_the_cluster_and_compares_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     workspace = make_workspace(tiny_run, tmp_path / "work")
-    run = tiny_run.having(f"validation.data={tiny_run.root / 'data'}", "train.steps=2")
+    run = tiny_run.having("data.hold_out=0.4", "validation.loss_items=2", "train.steps=2")
     words = ["sweep", "tiny.yaml", *run.settings, "lora.rank=2,4", "--workspace", str(workspace), "--json"]
     assert main([*words, "--ray", nodes.address, "--gpus-per-node", "0"]) == 0
     there = json.loads(capsys.readouterr().out)
