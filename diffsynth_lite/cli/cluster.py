@@ -15,8 +15,8 @@ from rich.progress import Progress
 from diffsynth_lite.cli.arguments import positive_count
 from diffsynth_lite.cli.processes import refuse_group
 from diffsynth_lite.cluster.node import WRONG_INPUT, Ended
-from diffsynth_lite.cluster.session import HERE, ClusterRequest, connected, num_slots, require_shared
-from diffsynth_lite.cluster.tasks import Task, run_tasks
+from diffsynth_lite.cluster.session import HERE, connected, num_slots, require_shared
+from diffsynth_lite.cluster.tasks import run_tasks
 from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, join_lines
 
@@ -73,17 +73,15 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, run: bool = True)
         run: whether the command is one run, which has a number of nodes.
     """
     add_ray_arguments(parser)
-    flags = [
-        ("gpus-per-node", "N", "a process for each; 0 is one on the CPU (default: 1)"),
-        ("max-failures", "N", f"after which it is not started again (default: {_MAX_FAILURES})"),
-    ]
+    flags = {
+        "gpus-per-node": "a process for each; 0 is one on the CPU (default: 1)",
+        "max-failures": f"after which it is not started again (default: {_MAX_FAILURES})",
+    }
     if run:
-        flags += [
-            ("num-nodes", "N", "that train together (default: 1)"),
-            ("min-nodes", "N", "that will do where a node was lost (default: all of them)"),
-        ]
-    for name, metavar, text in flags:
-        parser.add_argument(f"--{name}", type=_count, metavar=metavar, help=f"with --ray: {text}")
+        flags["num-nodes"] = "that train together (default: 1)"
+        flags["min-nodes"] = "that will do where no more are free (default: all of them)"
+    for name, text in flags.items():
+        parser.add_argument(f"--{name}", type=_count, metavar="N", help=f"with --ray: {text}")
 
 
 def ray_words(parsed: argparse.Namespace) -> list[str]:
@@ -106,13 +104,9 @@ def refuse_without_ray(parsed: argparse.Namespace, *names: str) -> None:
             )
 
 
-def cluster_request(parsed: argparse.Namespace, *, gpus: float) -> ClusterRequest:
-    """What the arguments ask of Ray.
-
-    Args:
-        gpus: of each task.
-    """
-    return ClusterRequest(address=parsed.ray, gpus=gpus, resources=parsed.ray_resources)
+def _needs(parsed: argparse.Namespace, gpus: float) -> dict[str, float]:
+    """All that each task needs, by name."""
+    return {"CPU": 1.0, **({"GPU": gpus} if gpus else {}), **parsed.ray_resources}
 
 
 def without_ray(words: Sequence[str]) -> list[str]:
@@ -175,26 +169,26 @@ def run_parts(
     Returns:
         How the parts ended, and the command after them.
     """
-    with connected(cluster_request(parsed, gpus=0)) as ray, _ended_by_ctrl_c():
+    with connected(parsed.ray) as ray, _ended_by_ctrl_c():
         if parsed.gpus_per_task is not None:
             gpus = parsed.gpus_per_task
-        request = cluster_request(parsed, gpus=default_gpus(ray, parsed) if gpus is None else gpus)
-        slots = num_slots(ray, request)
-        require_shared(ray, request, written=written, read=read)
+        needs = _needs(parsed, default_gpus(ray, parsed) if gpus is None else gpus)
+        slots = num_slots(ray, needs)
+        require_shared(ray, needs, written=written, read=read)
         count = parsed.parts or _PARTS_PER_SLOT * max(1, slots)
         parts = parts_by_cost(costs, max(1, min(count, len(costs))))
         logger.info("%d items in %d parts; %d run at once now", len(costs), len(parts), slots)
         ended = list[Ended]()
         with Progress(console=Console(stderr=True, emoji=False)) as progress:
             bar = progress.add_task("parts", total=sum(parts.values()))
-            tasks = [Task(name=part, words=[*words, "--part", part]) for part in parts]
-            for each in run_tasks(ray, tasks, str(Path.cwd()), request):
+            tasks = [(part, [*words, "--part", part]) for part in parts]
+            for each in run_tasks(ray, tasks, str(Path.cwd()), needs):
                 ended.append(each)
                 progress.advance(bar, parts[each.name])
                 outcome = f"failed: {each.last_line}" if each.exit_code else "done"
                 logger.info("part %s: %s; %d of %d", each.name, outcome, len(ended), len(parts))
         if then and not any(each.exit_code for each in ended):
-            ended += run_tasks(ray, [Task(name="all", words=then)], str(Path.cwd()), request)
+            ended += run_tasks(ray, [("all", then)], str(Path.cwd()), needs)
     return ended
 
 
@@ -259,10 +253,10 @@ def train_there(
     run_folder = shared_folder(config.output.dir, key="output.dir")
     cache = [shared_folder(config.data.cache_dir, key="data.cache_dir")] if config.data.cache else []
     read = [here, loaded.path.resolve(), *folders_of(config)]
-    with connected(cluster_request(parsed, gpus=0)) as ray:
+    with connected(parsed.ray) as ray:
         gpus = default_gpus(ray, parsed) if parsed.gpus_per_node is None else parsed.gpus_per_node
-        cluster = cluster_request(parsed, gpus=gpus)
-        require_shared(ray, cluster, written=[run_folder.parent, *cache], read=read)
+        needs = _needs(parsed, gpus)
+        require_shared(ray, needs, written=[run_folder.parent, *cache], read=read)
         words = ["--config", str(loaded.path.resolve()), *words[2:], f"output.dir={run_folder}"]
         train_on_cluster(
             ray,
@@ -276,7 +270,7 @@ def train_there(
                 processes=max(1, int(gpus)),
                 failures=_MAX_FAILURES if parsed.max_failures is None else parsed.max_failures,
             ),
-            cluster,
+            needs,
         )
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from diffsynth_lite.cli.arguments import add_config_arguments, command, positive_count
 from diffsynth_lite.cli.cluster import (
     add_training_arguments,
-    cluster_request,
     default_gpus,
     ray_words,
     refuse_without_ray,
@@ -246,7 +245,7 @@ def worker_of(
         yield Worker(queue, holders=Jobs(queue.workspace).holders, look=look)
         return
     with ExitStack() as joined:
-        ray = joined.enter_context(connected(cluster_request(parsed, gpus=0)))
+        ray = joined.enter_context(connected(parsed.ray))
         if parsed.gpus_per_node is None:
             parsed.gpus_per_node = int(default_gpus(ray, parsed))
         if parsed.ray == HERE:  # one cluster for all of them

@@ -6,7 +6,6 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,26 +27,6 @@ _SEES_NO_GPU = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
 """For tasks without a GPU, to which Ray 2.60 leaves all those of their node."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterRequest:
-    """What a command asks of Ray.
-
-    Attributes:
-        address: ``HOST:PORT`` of a cluster, "auto" for the one of this machine, or :data:`HERE`.
-        gpus: of each task; a share such as 0.5 is shared by two.
-        resources: that each task needs, by the names that the cluster gave them; "CPU" is 1 unless given.
-    """
-
-    address: str = HERE
-    gpus: float = 0.0
-    resources: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """All that a task needs, by name."""
-        return {"CPU": 1.0, **({"GPU": self.gpus} if self.gpus else {}), **self.resources}
-
-
 def _require_answer(address: str) -> None:
     """Check that something listens at ``HOST:PORT``: Ray itself would wait for minutes.
 
@@ -60,8 +39,11 @@ def _require_answer(address: str) -> None:
 
 
 @contextmanager
-def connected(request: ClusterRequest) -> Iterator["ray"]:
+def connected(address: str) -> Iterator["ray"]:
     """Scope in which the cluster is joined; yields the module of Ray.
+
+    Args:
+        address: ``HOST:PORT`` of a cluster, "auto" for the one of this machine, or :data:`HERE`.
 
     Raises:
         UserError: Ray is not installed, or there is no cluster at the address.
@@ -75,14 +57,12 @@ def connected(request: ClusterRequest) -> Iterator["ray"]:
             "--ray: Ray is not installed; install it on all nodes with pip install 'diffsynth_lite[ray]'"
         ) from None
     try:
-        _require_answer(request.address)
-        ray.init(
-            address=request.address, logging_level=logging.WARNING, runtime_env={"env_vars": _SEES_NO_GPU}
-        )
+        _require_answer(address)
+        ray.init(address=address, logging_level=logging.WARNING, runtime_env={"env_vars": _SEES_NO_GPU})
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"--ray {request.address}: {reason}; give the address of a running cluster, as ray start printed "
+            f"--ray {address}: {reason}; give the address of a running cluster, as ray start printed "
             "it, auto for the one of this machine, or no address to start one here"
         ) from error
     try:
@@ -92,13 +72,14 @@ def connected(request: ClusterRequest) -> Iterator["ray"]:
 
 
 def require_shared(
-    ray: Any, request: ClusterRequest, *, written: Sequence[Path], read: Sequence[Path]
+    ray: Any, needs: Mapping[str, float], *, written: Sequence[Path], read: Sequence[Path]
 ) -> None:
     """Check that all nodes that can run a task have this version, and see all folders at the same paths.
 
     A file is written to each folder here, and read on every node.
 
     Args:
+        needs: what a task needs, by the names that the cluster gave them.
         written: folders that the command writes to; they are made.
         read: files and folders that it only reads.
 
@@ -107,9 +88,9 @@ def require_shared(
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = [node for node in _alive(ray) if _slots_of(node, request)]
+    nodes = [node for node in _alive(ray) if _slots_of(node, needs)]
     if not nodes:
-        logger.warning("--ray: no node has %s; waits until one is added", request.bundle)
+        logger.warning("--ray: no node has %s; waits until one is added", needs)
     with _tokens(written) as tokens:
         looks = []
         for node in nodes:
@@ -126,13 +107,13 @@ def _alive(ray: Any) -> list[Mapping[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def num_slots(ray: Any, request: ClusterRequest) -> int:
-    """Tasks that the nodes can run at once, as they are now."""
-    return sum(_slots_of(node, request) for node in _alive(ray))
+def num_slots(ray: Any, needs: Mapping[str, float]) -> int:
+    """Tasks with such needs that the nodes can run at once, as they are now."""
+    return sum(_slots_of(node, needs) for node in _alive(ray))
 
 
-def _slots_of(node: Mapping[str, Any], request: ClusterRequest) -> int:
-    return min(int(node["Resources"].get(name, 0) // amount) for name, amount in request.bundle.items())
+def _slots_of(node: Mapping[str, Any], needs: Mapping[str, float]) -> int:
+    return min(int(node["Resources"].get(name, 0) // amount) for name, amount in needs.items())
 
 
 def _problems(ray: Any, found: Mapping[str, Any], seen: Any) -> Iterator[str]:

@@ -1,12 +1,10 @@
 """This file has a cluster run many commands, each as a task, and reports how they end."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from diffsynth_lite.cluster.node import Ended, TaskFailedError, run_command
-from diffsynth_lite.cluster.session import ClusterRequest
 
 _MOST_PENDING = 1024
 """Tasks that are handed to Ray at once: it holds each, and ``ray.wait`` looks at all of them."""
@@ -14,23 +12,11 @@ _RETRIES = 2
 """Of a task that was killed or lost its node."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A command as a task of a cluster.
-
-    Attributes:
-        words: after the name of the program, with paths that all nodes see.
-    """
-
-    name: str
-    words: Sequence[str]
-
-
 def run_tasks(
     ray: Any,
-    tasks: Iterable[Task],
+    tasks: Iterable[tuple[str, Sequence[str]]],
     folder: str,
-    request: ClusterRequest,
+    needs: Mapping[str, float],
     *,
     work: Callable[[str, Sequence[str], str], Ended] = run_command,
 ) -> Iterator[Ended]:
@@ -40,23 +26,25 @@ def run_tasks(
 
     Args:
         ray: the module, in a scope of :func:`~diffsynth_lite.cluster.session.connected`.
-        tasks: in the order in which they are to begin; only some are taken at a time.
+        tasks: names and commands, the words after the name of the program, with paths that all nodes see;
+            in the order in which they are to begin. Only some are taken at a time.
         folder: that they are started in.
+        needs: of each, by the names that the cluster gave them.
         work: what a node does with a task: its name, words and folder.
     """
-    needs = request.bundle
+    rest = dict(needs)
     remote = ray.remote(
-        num_cpus=needs.pop("CPU"),
-        num_gpus=needs.pop("GPU", 0),
-        memory=needs.pop("memory", None),
-        resources=needs,
+        num_cpus=rest.pop("CPU"),
+        num_gpus=rest.pop("GPU", 0),
+        memory=rest.pop("memory", None),
+        resources=rest,
         max_retries=_RETRIES,
         retry_exceptions=[TaskFailedError],
     )(work)
     coming, pending = iter(tasks), dict[Any, str]()
     while True:
-        for task in islice(coming, _MOST_PENDING - len(pending)):
-            pending[remote.remote(task.name, list(task.words), folder)] = task.name
+        for name, words in islice(coming, _MOST_PENDING - len(pending)):
+            pending[remote.remote(name, list(words), folder)] = name
         if not pending:
             return
         [done], _ = ray.wait(list(pending))

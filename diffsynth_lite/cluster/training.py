@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any
 
 from diffsynth_lite.cluster.node import COMMAND_VARIABLE, WRONG_INPUT, Ended, TaskFailedError, start
-from diffsynth_lite.cluster.session import ClusterRequest
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.queue.locks import is_locked
 from diffsynth_lite.run_folder.folder import REQUEST_FILES, RunFolder
@@ -58,8 +57,11 @@ class TrainingRequest:
     failures: int
 
 
-def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest) -> None:
+def train_on_cluster(ray: Any, request: TrainingRequest, needs: Mapping[str, float]) -> None:
     """Train on the nodes of a cluster until the run ends; the first signal has it save and stop.
+
+    Args:
+        needs: of each node, by the names that the cluster gave them.
 
     Raises:
         UserError: the run was refused.
@@ -84,8 +86,8 @@ def train_on_cluster(ray: Any, request: TrainingRequest, cluster: ClusterRequest
             train_loop_config={"request": request, "before": _checkpoints(run), "refused": refused},
             scaling_config=ScalingConfig(
                 num_workers=most if least == most else (least, most),
-                use_gpu=cluster.gpus > 0,
-                resources_per_worker=cluster.bundle,
+                use_gpu="GPU" in needs,
+                resources_per_worker=dict(needs),
                 placement_strategy="SPREAD",
             ),
             run_config=RunConfig(

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from diffsynth_lite.cli.cluster import parts_by_cost
 from diffsynth_lite.cluster.node import Ended
-from diffsynth_lite.cluster.session import ClusterRequest, connected
-from diffsynth_lite.cluster.tasks import Task, run_tasks
+from diffsynth_lite.cluster.session import HERE, connected
+from diffsynth_lite.cluster.tasks import run_tasks
 from diffsynth_lite.data.records import Part
 
 _WORDS = ["cache", "fill", "--config", "/shared/corpus.yaml", "data.cache_dir=/shared/cache", "--part"]
@@ -44,12 +44,12 @@ def nothing(name: str, words: list[str], folder: str) -> Ended:
 def _print_driver(count: int) -> None:
     """What a task costs the driver: seconds of its processor, memory, and bytes that it sends."""
     names = (f"{place}/{count}" for place in range(count))
-    given = (Task(name=name, words=[*_WORDS, name]) for name in names)
-    request = ClusterRequest(resources={"CPU": 0.001})
-    with connected(request) as ray:
-        list(run_tasks(ray, [Task(name="first", words=_WORDS)], "/", request, work=nothing))
+    given = ((name, [*_WORDS, name]) for name in names)
+    needs = {"CPU": 0.001}
+    with connected(HERE) as ray:
+        list(run_tasks(ray, [("first", _WORDS)], "/", needs, work=nothing))
         before, began_at, used = _peak_mib(), time.perf_counter(), time.process_time()
-        num_ended = sum(1 for _ in run_tasks(ray, given, "/", request, work=nothing))
+        num_ended = sum(1 for _ in run_tasks(ray, given, "/", needs, work=nothing))
         seconds, used = time.perf_counter() - began_at, time.process_time() - used
         grown = _peak_mib() - before
     assert num_ended == count

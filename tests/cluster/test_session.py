@@ -8,8 +8,8 @@ import pytest
 from nodes import Nodes
 
 from diffsynth_lite.cluster.node import Ended
-from diffsynth_lite.cluster.session import ClusterRequest, connected, num_slots
-from diffsynth_lite.cluster.tasks import Task, run_tasks
+from diffsynth_lite.cluster.session import connected, num_slots
+from diffsynth_lite.cluster.tasks import run_tasks
 
 
 def test_tasks_that_run_at_once_are_counted_by_node_and_not_on_those_that_are_lost() -> None:
@@ -18,9 +18,9 @@ def test_tasks_that_run_at_once_are_counted_by_node_and_not_on_those_that_are_lo
 
     found = [node(CPU=8, GPU=3), node(CPU=8, GPU=1), node(CPU=64), node(CPU=0, GPU=8)]
     ray = SimpleNamespace(nodes=lambda: [*found, node(is_alive=False, CPU=8, GPU=8)])
-    assert num_slots(ray, ClusterRequest(gpus=2)) == 1
-    assert num_slots(ray, ClusterRequest(gpus=0.5)) == 8
-    assert num_slots(ray, ClusterRequest(resources={"A100": 1})) == 0
+    assert num_slots(ray, {"CPU": 1, "GPU": 2}) == 1
+    assert num_slots(ray, {"CPU": 1, "GPU": 0.5}) == 8
+    assert num_slots(ray, {"CPU": 1, "A100": 1}) == 0
 
 
 @pytest.mark.nightly
@@ -31,10 +31,9 @@ def test_a_task_sees_as_many_gpus_of_its_node_as_it_asked_for(cluster: Nodes) ->
         return Ended(name=name, node="", exit_code=0, last_line=visible)
 
     node = cluster.cluster.add_node(num_cpus=1, num_gpus=2, resources={"card": 1}, include_dashboard=False)
-    needs = {"card": 1, "memory": 1e6}
-    with connected(ClusterRequest(address=cluster.address)) as ray:
-        for gpus, visible in ((0, ""), (1, "0"), (2, "0,1")):
-            request = ClusterRequest(gpus=gpus, resources=needs)
-            [ended] = run_tasks(ray, [Task(name="", words=[])], "/", request, work=work)
+    with connected(cluster.address) as ray:
+        for gpus, visible in (({}, ""), ({"GPU": 1}, "0"), ({"GPU": 2}, "0,1")):
+            needs = {"CPU": 1, "card": 1, "memory": 1e6} | gpus
+            [ended] = run_tasks(ray, [("", [])], "/", needs, work=work)
             assert ended.last_line == visible
     cluster.cluster.remove_node(node)
