@@ -26,7 +26,7 @@ from diffsynth_lite.media import Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_patched_latents
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, mask_of, model_function
 from diffsynth_lite.releases.components import DIFFUSERS, FLUX2_VAE, PIXTRAL, SWARM, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
@@ -62,14 +62,12 @@ def model_fn_ernie_image(
     Returns:
         (B, 128, H, W), the predicted velocity ``noise - latents``.
     """
-    if prompt_embeds_mask is None:
-        prompt_embeds_mask = prompt_embeds_bld.new_ones(prompt_embeds_bld.shape[:2], dtype=torch.long)
     with checkpointed(ErnieImage, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bchw: torch.Tensor = transformer(
             hidden_states=latents_bchw,
             timestep=timestep,
             text_bth=prompt_embeds_bld,
-            text_lens=prompt_embeds_mask.sum(dim=1),
+            text_lens=mask_of(prompt_embeds_bld, prompt_embeds_mask).sum(dim=1),
             return_dict=False,
         )[0]
     return velocity_bchw

@@ -28,7 +28,7 @@ from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, TargetSets
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, mask_of, model_function
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI, encoder_sizes, flow_euler
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
@@ -77,14 +77,12 @@ def model_fn_hunyuan_video(
     Returns:
         (B, 16, F, H, W), the predicted velocity ``noise - latents``.
     """
-    if prompt_embeds_mask is None:
-        prompt_embeds_mask = prompt_embeds_bld.new_ones(prompt_embeds_bld.shape[:2], dtype=torch.long)
     with checkpointed(HunyuanVideo, transformer, gradient_checkpoint_forward, **checkpointing):
         velocity_bcfhw: torch.Tensor = transformer(
             hidden_states=latents_bcfhw,
             timestep=timestep,
             encoder_hidden_states=prompt_embeds_bld,
-            encoder_attention_mask=prompt_embeds_mask,
+            encoder_attention_mask=mask_of(prompt_embeds_bld, prompt_embeds_mask),
             pooled_projections=pooled_prompt_embeds_bd,
             guidance=guidance,
             return_dict=False,

@@ -26,7 +26,7 @@ from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines.base.diffusers_components import assemble
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function
+from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, mask_of, model_function
 from diffsynth_lite.releases.components import LICENCES, MUSUBI, PINNED_INDEXES, QWEN_VAE, encoder_sizes
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.testing import autoencoders, seeded, text_encoders, tokenizers
@@ -243,9 +243,7 @@ class QwenImage(DiffusersFamily):
 
     def prompt_argument(self, prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, Any]:
         embeds_bld, mask = self.padded([prompt], like)
-        if mask is None:
-            mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=embeds_bld.device)
-        return {"prompt_embeds": embeds_bld, "prompt_embeds_mask": mask}
+        return {"prompt_embeds": embeds_bld, "prompt_embeds_mask": mask_of(embeds_bld, mask)}
 
     def call_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
         # What is longer is cut already, and may be padded.

@@ -5,7 +5,7 @@ Sources: diffusers ``transformer_wan_animate.py`` and ``pipeline_wan_animate.py`
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
@@ -136,20 +136,12 @@ class WanAnimate(wan_i2v.WanI2V):
     def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         vae = self.load_component("vae", dtype).to(device)
         transformer = self.empty_component("transformer")
-        return assemble(self.pipeline, vae=vae, transformer=transformer, **self._image_parts(dtype, device))
+        return assemble(self.pipeline, vae=vae, transformer=transformer, **self.image_parts(dtype, device))
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        encode_clips = super().load_media_encoder(dtype, device)
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            rows = encode_clips(media)
-            for row in rows:  # the character's image is a frame before those of the clip
-                row["latents"] = torch.cat([row["condition_latents"][_MASKS:, :1], row["latents"]], dim=1)
-            return rows
-
-        return encode
+    def with_given(self, latents: torch.Tensor, given: EncodedMedia) -> EncodedMedia:
+        # The character's image is a frame before those of the clip.
+        latents = torch.cat([given["condition_latents"][_MASKS:, :1], latents], dim=1)
+        return super().with_given(latents, given)
 
     def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
         """(4 + C, 1 + F, H, W), (C, F, H, W) of the poses, (L, D), and (3, 4 F - 3, 512, 512) in bytes."""

@@ -18,8 +18,6 @@ from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionMode
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan
-from diffsynth_lite.pipelines.base.diffusers_components import assemble
-from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import require_later_frames
 from diffsynth_lite.pipelines.base.model_function import stacked
@@ -118,16 +116,7 @@ class WanI2V(wan.Wan):
         frames = "first and last" if self._leads_to_last_frame else "first"
         return f"wan_i2v/latents/1 {parts} {dtype} {frames}"
 
-    def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        vae = self.load_component("vae", dtype).to(device)
-        return assemble(self.pipeline, vae=vae, **self._image_parts(dtype, device))
-
-    def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
-        parts = self._image_parts(vae_dtype, device_and_dtype(model)["device"])
-        return super().preview_pipeline(model, vae_dtype, **parts, **settings)
-
-    def _image_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """What sees the images that clips start from, as arguments of the pipeline."""
+    def image_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         if not self._embeds_images:
             return {}
         folder = self.folder.place("image_processor").path

@@ -204,7 +204,7 @@ class DiffusersFamily(DiffusersComponents):
             else:
                 pixels = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
             return [
-                {"latents": latents} | self.encode_given(pipeline, item)
+                self.with_given(latents, self.encode_given(pipeline, item))
                 for latents, item in zip(self.encode_pixels(pipeline.vae, pixels), media, strict=True)
             ]
 
@@ -213,7 +213,11 @@ class DiffusersFamily(DiffusersComponents):
     def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The folder's pipeline with its autoencoder, and whatever else encodes media."""
         vae = self.load_component("vae", dtype).to(device)
-        return assemble(self.pipeline, vae=vae, **self.pipeline_settings)
+        return assemble(self.pipeline, vae=vae, **self.image_parts(dtype, device), **self.pipeline_settings)
+
+    def image_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """What sees the images that clips start from, as arguments of the pipeline; often nothing."""
+        return {}
 
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         """Normalised latents, (B, ...) in fp32, on the CPU.
@@ -230,6 +234,10 @@ class DiffusersFamily(DiffusersComponents):
             pipeline: that of ``media_pipeline``.
         """
         return {}
+
+    def with_given(self, latents: torch.Tensor, given: EncodedMedia) -> EncodedMedia:
+        """All that is kept of an item, of its latents and what ``encode_given`` gave."""
+        return {"latents": latents, **given}
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         config = self.folder.component_config("vae")
@@ -385,9 +393,11 @@ class DiffusersFamily(DiffusersComponents):
             model: in the place of the first of ``trainable``.
             vae_dtype: of the autoencoder, which is loaded to where ``model`` is.
         """
-        vae = self.load_preview_vae(vae_dtype, device_and_dtype(model)["device"])
+        device = device_and_dtype(model)["device"]
+        vae = self.load_preview_vae(vae_dtype, device)
         _decode_in_own_dtype(vae)
         parts = {**self.preview_models(model), "vae": vae, "scheduler": self.load_scheduler()}
+        parts |= self.image_parts(vae_dtype, device)
         pipeline = assemble(self.pipeline, **parts, **self.pipeline_settings, **settings)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline

@@ -90,6 +90,11 @@ def pad_tokens(
     return tokens_bld.to(device, dtype), mask.to(device)
 
 
+def mask_of(tokens_bld: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A mask (B, L), of ones where there is none."""
+    return tokens_bld.new_ones(tokens_bld.shape[:2], dtype=torch.long) if mask is None else mask
+
+
 def padded_together(
     prompts: Mapping[str, Conditioning], mask_name: str, like: Mapping[str, Any], *, length: int = 0
 ) -> dict[str, torch.Tensor]:
@@ -102,9 +107,7 @@ def padded_together(
     """
     rows = [prompt["prompt_embeds"] for prompt in prompts.values()]
     embeds_bld, mask = pad_tokens(rows, length=length, **like)
-    if mask is None:
-        mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=embeds_bld.device)
-    named = {"prompt_embeds": embeds_bld, mask_name: mask}
+    named = {"prompt_embeds": embeds_bld, mask_name: mask_of(embeds_bld, mask)}
     return {
         f"{prefix}{name}": of_each[place, None]
         for name, of_each in named.items()

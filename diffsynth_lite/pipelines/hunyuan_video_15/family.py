@@ -31,8 +31,7 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward, unwrapped
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import Generated, Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.base.diffusers_components import assemble
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import (
     next_to_first_frame,
@@ -40,12 +39,17 @@ from diffsynth_lite.pipelines.base.first_frame import (
     require_later_frames,
     start_code,
 )
-from diffsynth_lite.pipelines.base.model_function import Checkpointing, checkpointed, model_function, stacked
+from diffsynth_lite.pipelines.base.model_function import (
+    Checkpointing,
+    checkpointed,
+    mask_of,
+    model_function,
+    stacked,
+)
 from diffsynth_lite.pipelines.hunyuan_video_15.names import HUNYUAN_VIDEO_15_LAYERS
 from diffsynth_lite.pipelines.hunyuan_video_15.prompts import (
     SYSTEM_MESSAGE,
     encode_prompts,
-    mask_of,
     num_tokens,
     padded,
     prompt_arguments,
@@ -244,12 +248,11 @@ class HunyuanVideo15(DiffusersFamily):
         return f"hunyuan_video_15/latents/1 {self.folder.fingerprints('vae', *of_images)} {dtype}"
 
     def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        vae = self.load_component("vae", dtype).to(device)
-        vae.enable_slicing()  # the attention of diffusers 0.42.1 fails on several clips at once
-        return assemble(self.pipeline, vae=vae, **self._image_parts(dtype, device))
+        pipeline = super().media_pipeline(dtype, device)
+        pipeline.vae.enable_slicing()  # the attention of diffusers 0.42.1 fails on several clips at once
+        return pipeline
 
-    def _image_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """What sees the images that clips start from, as arguments of the pipeline."""
+    def image_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         if not self._starts_from_images:
             return {}
         return {
@@ -312,10 +315,6 @@ class HunyuanVideo15(DiffusersFamily):
                 "image_embeds_bld": stacked(conditioning, "image_embeds", like),
             }
         return super().model_inputs(conditioning, like) | given
-
-    def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
-        parts = self._image_parts(vae_dtype, device_and_dtype(model)["device"])
-        return super().preview_pipeline(model, vae_dtype, **parts, **settings)
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         return start_code(request)

@@ -13,7 +13,7 @@ from diffusers import HunyuanVideo15Pipeline
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
 from diffsynth_lite.pipelines.base.family import Conditioning
-from diffsynth_lite.pipelines.base.model_function import pad_tokens, without_padding
+from diffsynth_lite.pipelines.base.model_function import mask_of, pad_tokens, without_padding
 
 _DEFAULTS = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
 SYSTEM_MESSAGE: str = _DEFAULTS["system_message"].default
@@ -66,11 +66,6 @@ def padded(
     """
     tokens_bld, mask = pad_tokens([sample[name] for sample in conditioning], length=length, **like)
     return tokens_bld, mask_of(tokens_bld, mask)
-
-
-def mask_of(tokens_bld: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """A mask (B, L), of ones where there is none."""
-    return tokens_bld.new_ones(tokens_bld.shape[:2], dtype=torch.long) if mask is None else mask
 
 
 def prompt_arguments(prompt: Conditioning, like: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_ltx.py``, ``pipeline_ltx.py``, ``pipeline_ltx_i
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Unpack
 
@@ -229,20 +229,11 @@ class LTXVideo(DiffusersFamily):
         pipeline.vae.use_framewise_decoding = self.vae_tiles is not None
         return pipeline
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        encode = super().load_media_encoder(dtype, device)
-
-        def encode_with_starts(media: Sequence[Media]) -> list[EncodedMedia]:
-            encoded = encode(media)
-            for tensors in encoded:
-                if "first_frame_latents" in tensors:
-                    # So that the rest of the noisy latents there is noise, to draw those of the image with.
-                    tensors["latents"][:, :1] = tensors["first_frame_latents"]
-            return encoded
-
-        return encode_with_starts
+    def with_given(self, latents: torch.Tensor, given: EncodedMedia) -> EncodedMedia:
+        if "first_frame_latents" in given:
+            # So that the rest of the noisy latents there is noise, to draw those of the image with.
+            latents[:, :1] = given["first_frame_latents"]
+        return super().with_given(latents, given)
 
     def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
         given = encode_start(self, pipeline, item)
