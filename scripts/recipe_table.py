@@ -2,8 +2,9 @@
 
 A recipe can be trained in one way or more: as it is, in its versions for cards, or, without these, in int8
 and with its weights streamed. The table has the memory that each takes by count in its largest phase, and the
-time of a step on each card that is trained on in this way. Recipes of the mini models are left out. Counting
-takes some ten minutes; ``--recipe NAME`` counts one and prints it.
+time of a step on each card that is trained on in this way. Recipes of the mini models are left out, and that
+of a slider, which needs no data set. Counting takes some ten minutes; ``--recipe NAME`` counts one and
+prints it.
 """
 
 import argparse
@@ -40,7 +41,8 @@ _GIB = 1024**3
 
 def named() -> dict[str, str]:
     """The recipes with their first sentences, and of models that only recipes for cards have the largest."""
-    found = {one.name: one.purpose for one in read_recipes(CONFIGS) if "quickstart" not in one.name}
+    others = ("quickstart.yaml", "video_quickstart.yaml", "slider.yaml")
+    found = {one.name: one.purpose for one in read_recipes(CONFIGS) if one.name not in others}
     models = {load_config(name).config.model.path for name in found}
     cards = sorted(CONFIGS.glob("cards/*.yaml"), key=lambda path: -int(path.stem.rpartition("_")[2][:-2]))
     for path in cards:

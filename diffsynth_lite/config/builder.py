@@ -64,7 +64,7 @@ class ConfigBuilder:
         self._references: dict[_Path, Any] = {}
         self._failures: dict[_Path, str] = {}
         self._sources: dict[str, int] = {}
-        self._arguments: dict[str, _Path] = {}
+        self._arguments: dict[str, str] = {}
         self._problems: list[tuple[tuple[bool, int, int], ConfigProblem]] = []
 
     def add_file(self, file: ConfigFile) -> None:
@@ -96,7 +96,7 @@ class ConfigBuilder:
         section, _, key = name.partition(".")
         source = f"{shortened(text)} (command line)"
         self._sources[source] = len(self._sources)
-        self._arguments[source] = (section, key)
+        self._arguments[source] = _name((section, key))
         key_node, own = scalar(key, source=source), self._sections.get(section)
         if rest:
             whole = shlex.quote(shortened(" ".join((text, *rest))))
@@ -111,12 +111,25 @@ class ConfigBuilder:
             problem = f"has no value; {_FORM}"
         else:
             try:
-                entry = (key_node, _node_of_argument(value, own.get(key, {}), source))
-                self._add_settings([entry], (section,), own, self._values[section])
+                self._add_settings(
+                    [self._entry_of_argument(key, value, own, source)], (section,), own, self._values[section]
+                )
                 return
             except UserError as error:
                 problem = f"{error}; write a list as '[a, b]'"
         self._note((section, key), problem, key_node)
+
+    def _entry_of_argument(
+        self, key: str, value: str, own: dict[str, Schema], source: str
+    ) -> tuple[yaml.ScalarNode, yaml.Node]:
+        """A setting of the command line, also one of a section within its section, as a file has it."""
+        outer, _, inner = key.partition(".")
+        if inner and _is_section(own.get(outer, {})):
+            within = self._models[section_of_entries(own[outer]) or ""]["properties"]
+            entry = self._entry_of_argument(inner, value, within, source)
+            name = scalar(outer, source=source)
+            return name, yaml.MappingNode("", [entry], name.start_mark)
+        return scalar(key, source=source), _node_of_argument(value, own.get(key, {}), source)
 
     def build(self) -> tuple[Config, dict[str, Any]]:
         """The config, and all of its values with references as they were written."""
@@ -155,7 +168,7 @@ class ConfigBuilder:
             key = str(path[-1])
             if key in own:
                 self._settings[path] = (node, own[key])
-                values[key] = self._value(path, node, own[key])
+                values[key] = self._value(path, node, own[key], values.get(key))
             else:
                 # A suggestion takes milliseconds to find, so only the problems that are shown get one.
                 is_shown = len(self._problems) < MAX_LINES
@@ -175,10 +188,15 @@ class ConfigBuilder:
                 self._note(path, message, key)
                 continue
             keys[key.value] = key
-            if path in self._settings:
+            if path in self._settings and not self._goes_on(path, node):
                 self._replace(path)
             self._keys[path] = key
             yield path, node
+
+    def _goes_on(self, path: _Path, node: yaml.Node) -> bool:
+        """Whether settings come on top of those of a section within a section."""
+        before, schema = self._settings[path]
+        return _is_section(schema) and all(isinstance(one, yaml.MappingNode) for one in (before, node))
 
     def _replace(self, path: _Path) -> None:
         """Forgets a setting and those in it, and reports a wrong value all the same: that file is broken."""
@@ -193,11 +211,15 @@ class ConfigBuilder:
             for old in [old for old in known if old[: len(path)] == path]:
                 del known[old]
 
-    def _value(self, path: _Path, node: yaml.Node, schema: Schema) -> Any:
-        """A value for pydantic to judge; a node, which it refuses, where there is none."""
+    def _value(self, path: _Path, node: yaml.Node, schema: Schema, before: Any) -> Any:
+        """A value for pydantic to judge; a node, which it refuses, where there is none.
+
+        Args:
+            before: the value so far, which a section goes on from.
+        """
         if model := section_of_entries(schema):
-            if "items" not in without_null(schema):
-                return self._section(path, node, self._models[model]["properties"])
+            if _is_section(schema):
+                return self._section(path, node, self._models[model]["properties"], before)
             blocks = node.value if isinstance(node, yaml.SequenceNode) else [node]
             if not isinstance(node, yaml.SequenceNode) or not all(
                 isinstance(block, yaml.MappingNode) for block in blocks
@@ -217,12 +239,12 @@ class ConfigBuilder:
             self._references[path] = value
         return value
 
-    def _section(self, path: _Path, node: yaml.Node, own: dict[str, Schema]) -> Any:
+    def _section(self, path: _Path, node: yaml.Node, own: dict[str, Schema], before: Any) -> Any:
         """The values of a section within a section; None where it is switched off."""
         if not isinstance(node, yaml.MappingNode):
             is_off = isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULLS
             return None if is_off else node
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = before if isinstance(before, dict) else {}
         self._add_settings(node.value, path, own, values)
         return values
 
@@ -306,7 +328,7 @@ class ConfigBuilder:
         text = message.removeprefix(f"{name} ")
         if source not in self._arguments:
             return ConfigProblem.in_file(Path(source), line_of(node), text, key=name)
-        place = source if self._arguments[source] == path else f"{source} {name}"
+        place = source if self._arguments[source] == name else f"{source} {name}"
         return ConfigProblem(key=name, file=None, line=0, text=text, place=place)
 
 
@@ -316,6 +338,11 @@ def _node_of_argument(value: str, schema: Schema, source: str) -> yaml.Node:
     if (kind == "array" and value.startswith("[")) or (kind == "object" and value.startswith("{")):
         return read_yaml(value, source)
     return scalar(value, quoted=value == "", source=source)
+
+
+def _is_section(schema: Schema) -> bool:
+    """Whether a setting is a section of its own, such as ``objective.slider``."""
+    return section_of_entries(schema) is not None and "items" not in without_null(schema)
 
 
 def _name(path: _Path) -> str:

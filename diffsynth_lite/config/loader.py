@@ -19,6 +19,7 @@ from diffsynth_lite.config.files import (
 )
 from diffsynth_lite.config.schema import Config, section_types
 from diffsynth_lite.config.settings import Problem
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import MASK, redacted
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,9 @@ def load_config(
     for pieces in _by_setting(overrides):
         builder.add_override(*pieces)
     given = _differences(stages[-1], _by_name(builder.written()))
+    if chosen and builder.written().get("objective", {}).get("slider"):
+        message = "is for training data, and objective.slider learns from prompts; leave it out"
+        raise UserError(f"--preset {chosen[0].name}: {message}")
     config, unresolved = builder.build()
     for preset in chosen:
         preset.require_fit(config.model.family)

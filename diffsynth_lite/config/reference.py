@@ -32,7 +32,8 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
 
 - **Where a value comes from.** A command-line flag wins over `section.key=value` on the command line, that
   over a preset, that over the file, and that over the default. A list is overridden as a whole, as in
-  `'validation.prompts=[a cat, a dog]'` or `'data.sources=[{path: photos}, {path: drawings, repeats: 2}]'`.
+  `'validation.prompts=[a cat, a dog]'` or `'data.sources=[{path: photos}, {path: drawings, repeats: 2}]'`;
+  one setting of a section within another is `objective.slider.eta=0.8`.
 - **Which file.** `--config NAME` takes a path; a bare file name is looked for in the working folder, then in
   the recipes that come with the package.
 - **On top of another file.** `extends: qwen_lora.yaml` in a line of its own takes the settings of that file,

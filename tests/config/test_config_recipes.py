@@ -27,7 +27,7 @@ def test_there_are_recipes():
         "hidream_lora sd35_large_lora sd35_medium_lora sdxl_lora sdxl_text_encoders_lora "
         "video_quickstart wan22_i2v_a14b_lora wan22_t2v_a14b_lora wan22_ti2v_5b_lora "
         "wan22_animate_14b_lora wan22_vace_fun_a14b_lora wan_i2v_14b_lora wan_t2v_14b_offload wan_t2v_lora "
-        "minimax_h3_lora wan_vace_lora z_image_lora z_image_turbo_lora"
+        "minimax_h3_lora slider wan_vace_lora z_image_lora z_image_turbo_lora"
     )
     assert {path.stem for path in RECIPES} >= set(names.split())
 

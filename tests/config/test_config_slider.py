@@ -29,6 +29,10 @@ def test_a_slider_needs_no_data_and_all_else_does(config):
     assert not load_config(config, [SLIDER, "data.path=images"]).config.generates_data
     with pytest.raises(UserError, match=r"data\.path: is required; name a folder \(data\.path\)"):
         load_config(config)
+    with pytest.raises(
+        UserError, match=r"^--preset style: is for training data, and objective\.slider learns"
+    ):
+        load_config(config, [SLIDER], presets=["style"])
     with pytest.raises(UserError, match=r"data\.path: is required"):
         load_config(config, ["objective.slider=null"])
 
@@ -56,6 +60,15 @@ def test_a_slider_needs_no_data_and_all_else_does(config):
         ),
         ([slider_of("anchor_weight: 0")], "anchors: have no effect with anchor_weight 0"),
         ([slider_of("etas: 1")], "etas: unknown key; did you mean .eta.?"),
+        (
+            [SLIDER, "objective.slider.etas=1"],
+            r"^objective\.slider\.etas=1 \(.*: unknown key; did you mean 'eta'",
+        ),
+        (["objective.slider.eta=1"], r"slider\.triples: is required; must be a list of sections"),
+        (
+            [SLIDER, "objective.slider.triples[0].neutral=x"],
+            r"set the whole list, as objective\.slider\.triples=",
+        ),
         ([SLIDER, "objective.guidance_target=3"], r"guidance_target=.*: does not go with objective"),
         ([SLIDER, "validation.data=held"], r"validation\.data=.*: does not go with objective"),
         ([SLIDER, "data.path=a", "data.mask_dir=b"], r"data\.mask_dir=.*: does not go with objective"),
@@ -73,17 +86,28 @@ def test_what_makes_no_sense_is_refused(config, overrides, message):
         load_config(config, overrides)
 
 
+def test_settings_come_on_top_of_those_of_the_section(config):
+    (config.parent / "mine.yaml").write_text(
+        f"extends: slider.yaml\nobjective: {{slider: {{triples: {TWO}}}}}\n"
+    )
+    config.write_text(
+        f"{config.read_text()}objective: {{slider: {{triples: [{TRIPLE}], anchors: [a car], eta: 0.5}}}}\n"
+    )
+    slider = load_config(config.parent / "mine.yaml", ["objective.slider.eta=0.7"]).config.objective.slider
+    assert (len(slider.triples), slider.anchors, slider.eta) == (2, ["a car"], 0.7)
+
+
 @pytest.mark.parametrize(
     ("override", "warned"),
     [
         (SLIDER, []),
         (f"objective.slider={{triples: [{TRIPLE}], anchors: [a car]}}", ["triples: is one"]),
-        (f"objective.slider={{triples: {TWO}}}", ["anchors: is empty"]),
-        (slider_of("eta: 2"), ["eta: 2 breaks images"]),
+        ("objective.slider.anchors=[]", ["is empty, so that more"]),
         (slider_of("eta: 1"), []),
+        ("objective.slider.eta=2", ["2 breaks images"]),
     ],
 )
 def test_what_makes_a_slider_worse_is_warned_of(config, override, warned):
-    warnings = load_config(config, [override, "validation.guidance_scale=2"]).warnings
+    warnings = load_config(config, [SLIDER, override, "validation.guidance_scale=2"]).warnings
     assert [words for words in warned for line in warnings if words in line] == warned
     assert len(warnings) == len(warned)

@@ -244,7 +244,8 @@ def on_one_line(node: yaml.Node) -> str:
         return f"[{', '.join(map(on_one_line, node.value))}]"
     if isinstance(node, yaml.MappingNode):
         return f"{{{', '.join(f'{on_one_line(key)}: {on_one_line(value)}' for key, value in node.value)}}}"
-    return node.value if node.style is None else _as_text(node.value)
+    is_plain = node.style is None and not set(node.value) & set(",[]{}")  # which a block has without quotes
+    return node.value if is_plain else _as_text(node.value)
 
 
 def _as_plain(typed: str) -> str:

@@ -147,6 +147,12 @@ def test_micro_batches_are_as_many_as_a_step_needs(counter: MemoryCounter) -> No
     )
 
 
+def test_the_anchors_of_a_slider_are_half_as_many_as_its_samples(counter: MemoryCounter) -> None:
+    timer = StepTimer(counter, GPU, batch_size=4)
+    of_one, plain = (timer.seconds(replace(AGAIN, has_anchors=anchors)) for anchors in (True, False))
+    assert of_one == pytest.approx(1.5 * plain, rel=0.05)
+
+
 def test_a_pass_without_gradients_is_a_forward_pass_more(counter: MemoryCounter) -> None:
     plain, more = (StepTimer(counter, GPU, other_forwards=number).seconds(AGAIN) for number in (0, 0.25))
     assert more - plain == pytest.approx(0.25 * GPU.seconds(counter.count(AGAIN).step.forward, 2))
