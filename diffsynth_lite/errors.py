@@ -63,6 +63,7 @@ class Problems(list[str]):
 
 EXIT_FINISHED = 0
 EXIT_BUG = 1
+EXIT_CTRL_C = 130
 _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (UserError, 2),
     (RunStoppedError, 3),

@@ -13,7 +13,14 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 
 from diffsynth_lite.cli.processes import is_local_main_process, is_main_process
-from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, ON_EACH_MACHINE, RunInterrupted, exit_code
+from diffsynth_lite.errors import (
+    EXIT_BUG,
+    EXIT_CTRL_C,
+    EXIT_FINISHED,
+    ON_EACH_MACHINE,
+    RunInterrupted,
+    exit_code,
+)
 from diffsynth_lite.redaction import Redactor, in_force
 
 logger = logging.getLogger(__name__)
@@ -150,7 +157,7 @@ def run_command(work: Callable[[], None], console: Console, *, level: int = logg
 
     Returns:
         The exit code: 0 finished, 2 something the user can fix, 3 it had to stop, 75 stopped by a signal
-        after saving.
+        after saving, 130 stopped by Ctrl+C with nothing to save.
 
     Raises:
         SystemExit: with code 1, after a bug of ours, whose traceback any process prints.
@@ -236,6 +243,9 @@ def hide_progress_bars() -> None:
 def _exit_code_of(work: Callable[[], None], redactor: Redactor) -> int:
     try:
         work()
+    except KeyboardInterrupt:
+        logger.warning("stopped by Ctrl+C")
+        return EXIT_CTRL_C
     except (Exception, RunInterrupted) as error:
         code = exit_code(error)
         if code == EXIT_BUG:

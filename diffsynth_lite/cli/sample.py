@@ -20,7 +20,7 @@ from diffsynth_lite.cli.plan import kept_counts_folder
 from diffsynth_lite.cli.processes import join_processes
 from diffsynth_lite.cli.train import make_cublas_repeatable
 from diffsynth_lite.config import load_config
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import run_of
 from diffsynth_lite.run_folder.reading import require_run_file
@@ -175,10 +175,14 @@ def _make_items(parsed: argparse.Namespace) -> None:
     prompts = [[item.caption for item in part] for part in parts]
     requests = [_request(argparse.Namespace(**vars(parsed) | {"prompt": texts})) for texts in prompts]
     if requests:
-        session_class, first = _imported(parsed, requests[0]), requests[0]
-        with closing(session_class.open(first.config, first.run)) as session:
-            for part, request in zip(parts, requests, strict=True):
-                session.generate_items(request, part, out)
+        try:
+            session_class, first = _imported(parsed, requests[0]), requests[0]
+            with closing(session_class.open(first.config, first.run)) as session:
+                for part, request in zip(parts, requests, strict=True):
+                    session.generate_items(request, part, out)
+        except KeyboardInterrupt:
+            kept = f"what is in {out} is whole, and the same command goes on"
+            raise RunInterrupted(f"stopped; {kept}") from None
     logger.info("Items: %s, %d new, %d were there", out, len(items), num_there)
 
 

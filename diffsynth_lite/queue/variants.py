@@ -8,7 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from diffsynth_lite.config.schema import Schema, section_types, setting_schemas, without_null
+from diffsynth_lite.config.schema import (
+    Schema,
+    section_of_entries,
+    section_types,
+    setting_schemas,
+    without_null,
+)
 from diffsynth_lite.errors import UserError
 
 MOST_VARIANTS = 100
@@ -137,8 +143,11 @@ def _unquoted(piece: str) -> str:
 
 
 def _schema(key: str) -> Schema:
-    section, _, name = key.partition(".")
-    if section not in section_types():
-        return {}
-    own: dict[str, Schema] = setting_schemas()[section_types()[section].__name__]["properties"]
-    return own.get(name, {})
+    section, *names = key.split(".")
+    model = section_types()[section].__name__ if section in section_types() else None
+    schema: Schema = {}
+    for name in names:
+        own: dict[str, Schema] = setting_schemas()[model]["properties"] if model else {}
+        schema = own.get(name, {})
+        model = section_of_entries(schema)
+    return schema

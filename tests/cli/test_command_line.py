@@ -4,12 +4,13 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from diffsynth_lite.cli import arguments as worded
-from diffsynth_lite.cli import train
+from diffsynth_lite.cli import sample, train
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.cluster.node import COMMAND_VARIABLE
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, exit_code
@@ -77,15 +78,34 @@ def test_torchs_agent_gets_the_reason_for_its_summary(
     assert "nowhere.yaml" in str(ChildFailedError("train.py", {0: failure}))
 
 
-def test_ctrl_c_while_libraries_are_imported_ends_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("module", "name", "command", "code", "message"),
+    [
+        (train, "_train", "train --config a.yaml", 75, "stopped by SIGINT; the same command continues"),
+        (sample, "_make_items", "sample --config a.yaml --from-captions b", 130, "stopped by Ctrl+C"),
+        (
+            *(sample, "_imported", "sample --config slider.yaml --from-captions {here} --out made", 75),
+            "stopped; what is in made is whole, and the same command goes on",
+        ),
+    ],
+)
+def test_ctrl_c_ends_a_command_with_a_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    module: ModuleType,
+    name: str,
+    command: str,
+    code: int,
+    message: str,
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "_train", interrupted)
-    assert main(["train", "--config", "a.yaml"]) == 75
-    assert caplog.messages == ["stopped by SIGINT; the same command continues"]
+    (tmp_path / "a.txt").write_text("a cat\n")
+    monkeypatch.setattr(module, name, interrupted)
+    assert main(command.format(here=tmp_path).split()) == code
+    assert caplog.messages == [message]
 
 
 AGENT = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}

@@ -30,6 +30,7 @@ def test_settings_without_several_values_are_one_run_as_they_are() -> None:
     ("setting", "values"),
     [
         ("lora.rank=4, 8,4", ["4", "8"]),
+        ("objective.slider.eta=0.5,1", ["0.5", "1"]),
         ("data.resolutions=[512,768],[1024]", ["[512,768]", "[1024]"]),
         ('validation.prompts=["a ], b", c],[]', ['["a ], b", c]', "[]"]),
         ("""data.trigger="a, b",c""", ["a, b", "c"]),
