@@ -18,6 +18,7 @@ from diffsynth_lite.training.stages import (
     generate_data,
     initial_lora,
     memory_explained,
+    stopped_compiler_explained,
     with_chosen_memory,
 )
 from diffsynth_lite.training.trainer import train
@@ -40,7 +41,8 @@ def run_training(opened: AbstractContextManager[Run]) -> None:
             start = begin_run_folder(run, start, data)
             built = build(run, start, data, initial)
             saver = Saver(run, start, data, built)
-            with memory_explained(run, data, built), compiled_code_kept(run):
+            explained = stopped_compiler_explained(run)
+            with memory_explained(run, data, built), explained, compiled_code_kept(run):
                 generate_data(run, data, built)
                 step = train(run, built, saver, start.step)
             _conclude(run, built, step, remarks)

@@ -21,7 +21,7 @@ from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights.sharding import local_bytes
 from diffsynth_lite.core.weights.stream import WeightStream
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.files import replacing, write_json
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile, read_items, start_trackers
@@ -268,6 +268,24 @@ def _load_model(
     compiler = build_compiler(config, family, loaded[0])
     weights = place_weights(config, family, loaded[0], accelerator.device, host_blocks)
     return loaded[0], compiler, weights
+
+
+@contextmanager
+def stopped_compiler_explained(run: Run) -> Iterator[None]:
+    """Scope of the steps: Ctrl+C reaches compilers, too, whose end is then no error.
+
+    Raises:
+        RunInterrupted: a step that cannot be finished, as its blocks were being compiled.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # Named, not imported: torch loads its compiler only where something is compiled.
+        is_compilers = type(error).__name__ == "InductorError"
+        if not is_compilers or not run.requests.signals.asked:
+            raise
+        message = "stopped while blocks were compiled, without this step; the same command continues"
+        raise RunInterrupted(f"{message}{run.requests.signals.command}") from error
 
 
 @contextmanager

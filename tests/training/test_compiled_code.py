@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.exc import InductorError
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
 
 from diffsynth_lite.config import load_config
 from diffsynth_lite.core.gradient import BlockCompiler, require_compiler
-from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.stages import compiled_code_kept
+from diffsynth_lite.errors import RunInterrupted, UserError
+from diffsynth_lite.training.stages import compiled_code_kept, stopped_compiler_explained
 
 ON = ("train.compile=blocks", "train.compile_cache=true")
 
@@ -81,6 +82,16 @@ def test_what_a_run_compiled_is_there_in_the_next_one_and_nobody_else_may_have_w
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"1", CacheInfo()))
     with compiled_code_kept(run(*ON)):
         assert loaded == [b"1", b"2", b"2"]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_compiler_that_ctrl_c_ended_is_an_error_only_where_nobody_asked_to_stop(asked: bool) -> None:
+    signals = SimpleNamespace(asked=asked, command=": again")
+    ended = (
+        pytest.raises(RunInterrupted, match="continues: again$") if asked else pytest.raises(InductorError)
+    )
+    with ended, stopped_compiler_explained(SimpleNamespace(requests=SimpleNamespace(signals=signals))):
+        raise InductorError(RuntimeError("g++ was killed"))
 
 
 @pytest.mark.slow
