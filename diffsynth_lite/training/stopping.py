@@ -39,6 +39,8 @@ _LOOK_EVERY_S = 0.2
 _SAVED_BYTES_PER_S = 100 * 2**20
 """Assumed until a save is measured; on a local disk it was 109 to 135 MiB/s, see docs/reliability.md."""
 _ADVISED_MULTIPLE_S = 30
+_SHOWING = 8
+"""Items in which progress shows before it is large."""
 
 
 class PreviewsStoppedError(Exception):
@@ -328,6 +330,11 @@ class Patience:
         self._noted = step
         if not self._samples:
             self._step, self._samples = step, samples
+            if (fewest := min(map(len, samples))) < _SHOWING:
+                message = (
+                    "train.stop_after: compares %d held-out items, which show little; hold out %d or more."
+                )
+                logger.warning(message, fewest, _SHOWING)
             return
         found = sum_of_means([np.subtract(*pair) for pair in zip(self._samples, samples, strict=True)])
         self._num_since = 0 if found.is_above_zero else self._num_since + 1
@@ -354,8 +361,8 @@ class Patience:
         if self.limit is None or self._num_since < self.limit:
             return None
         return (
-            f"train.stop_after: {self._num_since} evaluations since step {self._step} did not show "
-            f"{self._progress}; a larger number continues it"
+            f"train.stop_after: {self._num_since} evaluation{'s' * (self._num_since > 1)} since step "
+            f"{self._step} did not show {self._progress}; a larger number continues it"
         )
 
 

@@ -99,7 +99,7 @@ def test_a_run_without_progress_or_time_stops_by_itself_and_goes_on_as_if_it_had
         status = watched_run.status()
         assert (status["state"], status["exit_code"], status["step"]) == ("interrupted", 75, 2)
         assert status["message"] == (
-            "stopped after step 2 of 6, saved; train.stop_after: 1 evaluations since step 0 did not show a "
+            "stopped after step 2 of 6, saved; train.stop_after: 1 evaluation since step 0 did not show a "
             "lower loss on held-out items; a larger number continues it"
         )
         assert status["message"] in (watched_run.folder / "report.html").read_text()

@@ -1,5 +1,6 @@
 """Compiled code is kept for later runs: in the user's own folder, and nowhere that others can write."""
 
+import inspect
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,11 +88,12 @@ def test_what_a_run_compiled_is_there_in_the_next_one_and_nobody_else_may_have_w
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_compiler_that_ctrl_c_ended_is_an_error_only_where_nobody_asked_to_stop(asked: bool) -> None:
     signals = SimpleNamespace(asked=asked, command=": again")
-    ended = (
-        pytest.raises(RunInterrupted, match="continues: again$") if asked else pytest.raises(InductorError)
-    )
-    with ended, stopped_compiler_explained(SimpleNamespace(requests=SimpleNamespace(signals=signals))):
-        raise InductorError(RuntimeError("g++ was killed"))
+    kind, message = (RunInterrupted, r"continues: again$") if asked else (InductorError, "was killed")
+    with (
+        pytest.raises(kind, match=message),
+        stopped_compiler_explained(SimpleNamespace(requests=SimpleNamespace(signals=signals))),
+    ):
+        raise InductorError(RuntimeError("g++ was killed"), inspect.currentframe())
 
 
 @pytest.mark.slow
