@@ -20,6 +20,8 @@ _PRIVATE = 0o700
 
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?")
+_OF_WINDOWS = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+"""Names of its devices, which are no files there."""
 
 
 def new_name(given: object) -> str:
@@ -34,6 +36,8 @@ def new_name(given: object) -> str:
             f"Name: {name or 'none given'}: use a to z, digits, -, _ and ., up to 64 of them; the first is a "
             "letter or digit, and the last is not ."
         )
+    if _OF_WINDOWS.fullmatch(name):
+        raise UserError(f"Name: {name}: is the name of a device on Windows; choose another")
     return name
 
 

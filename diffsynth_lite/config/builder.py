@@ -310,7 +310,10 @@ class ConfigBuilder:
     def _blamed(self, problem: Problem, section: _Path) -> _Path:
         names = [re.findall(r"[^.\[\]]+", key) for key in problem.keys]
         paths = [(*section, *(int(key) if key.isdecimal() else key for key in name)) for name in names]
-        return next((path for path in paths if path in self._settings), paths[0])
+        given = [path for path in paths if path in self._settings] or paths[:1]
+        if not problem.blames_last:
+            return given[0]
+        return max(given, key=lambda path: self._sources.get(self._nearest(path).start_mark.name, 0))
 
     def _nearest(self, path: _Path) -> yaml.Node:
         """The key of a setting, or of the section or file that it would belong to."""

@@ -100,10 +100,12 @@ class Problem:
     Args:
         keys: the settings concerned, the one to blame first.
         message: the problem and its remedy.
+        blames_last: whether the one that was given last is to blame, as each may make the problem.
     """
 
     keys: tuple[str, ...]
     message: str
+    blames_last: bool = False
 
 
 class ConflictError(ValueError):

@@ -197,6 +197,7 @@ class TrainSettings(Settings):
                 ("use_gradient_checkpointing_offload", "use_gradient_checkpointing"),
                 "the offload is a kind of checkpointing, which train.use_gradient_checkpointing turns off; "
                 "turn both on, or the offload off",
+                blames_last=True,
             )
 
     def _optimizer_conflicts(self) -> Iterator[Problem]:

@@ -139,6 +139,7 @@ class Translation:
         rest: lines on each of their keys that is not translated.
         paths: folders of data.
         preserved: folders of data that is not learned, but keeps the model as it is.
+        edits: whether the model is trained to edit images.
     """
 
     trainer: str
@@ -147,6 +148,7 @@ class Translation:
     rest: list[str] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     preserved: list[str] = field(default_factory=list)
+    edits: bool = False
 
     def add(self, setting: str, value: object) -> bool:
         """Take a value over, if it is one here and does not differ from one before."""
@@ -233,6 +235,8 @@ def translation_of(path: Path, folder: Path | None = None) -> Translation:
     paths = [str(found.settings.get(f"model.{key}", "")).lower() for key in ("path", "transformer_file")]
     if found.family is None and any("xl" in Path(path).name for path in paths):
         found.family = "sdxl"  # kohya's file does not name it
+    if found.edits and f"{found.family}_edit" in family_names():
+        found.family = f"{found.family}_edit"
     if folder:
         found.paths, found.preserved = [str(folder)], []
     _put_trigger_into_prompts(found)
@@ -367,6 +371,9 @@ def _is_translated(found: Translation, words: Sequence[str], value: object, *, i
         return found.add("lora.kind", value) or is_known if key == "network_module" else is_known
     if (found.trainer, key) in _MEANS_OTHERWISE:
         return False
+    if (parent, key) == ("model_kwargs", "edit") and value is True:
+        found.edits = True
+        return True
     setting = _setting_of(parent, key)
     if setting is None or _is_of_a_part(parents, setting):
         return False

@@ -192,6 +192,11 @@ class HunyuanVideoI2V(EditInputs, hunyuan_video.HunyuanVideo):
             del encoded["loss_mask"]
         return encoded
 
+    def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        channels, num_frames, height, width = latents_shape
+        has_mask = self._condition_type != "latent_concat"
+        return (channels + has_mask * num_frames) * height * width
+
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         config, (channels, _, *sides) = self.folder.component_config("transformer"), latents_shape
         num_tokens = self.max_prompt_tokens - _NUM_ENDING + self.prompt_tokens_of_an_input

@@ -167,6 +167,10 @@ class Kandinsky5Video(Kandinsky5):
             return {}
         return encode_start(self, pipeline, replace(item, first_frame=item.first_frame or item.frames[0]))
 
+    def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        channels, num_frames, height, width = latents_shape
+        return (channels + num_frames) * height * width if self.needs_inputs else 0
+
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning | None:
         given = super().example_conditioning(latents_shape) or {}
         channels, _, *sides = latents_shape

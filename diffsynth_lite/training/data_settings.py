@@ -179,7 +179,8 @@ def own_audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tup
 def check_sizes(buckets: Iterable[Bucket], family: ModelFamily) -> None:
     """Check the sizes that the data come to, of which a resolution is only the largest area."""
     for bucket in buckets:
-        family.check_size(bucket.width, bucket.height, keys="data.resolutions")
+        keys = "data.resolutions and data.max_aspect_ratio"
+        family.check_size(bucket.width, bucket.height, keys=keys)
 
 
 def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:

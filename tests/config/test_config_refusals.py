@@ -254,6 +254,13 @@ def test_settings_that_do_not_go_together_are_refused(refusal, write, minimal, o
     assert message in line
 
 
+def test_offload_without_checkpointing_is_reported_where_the_last_of_both_is_set(refusal, write, minimal):
+    first, last = "train.use_gradient_checkpointing_offload=on", "train.use_gradient_checkpointing=off"
+    for overrides in ([first, last], [last, first]):
+        (line,) = refusal(write(minimal), overrides)
+        assert line.startswith(f"{overrides[1]} (command line)")
+
+
 def test_a_wrong_value_is_reported_though_a_later_one_replaces_it(refusal, write, minimal):
     path = write(f"train:\n  steps: wide\n  warmup_steps: ${{train.steps}}\n{minimal}")
     overrides = ["train.steps=5", "train.warmup_steps=1", "train.seed=a", "train.seed=1"]

@@ -28,6 +28,9 @@ config:
       model: {name_or_path: Qwen/Qwen-Image, arch: qwen_image}
       sample: {sample_every: 100, seed: 7, sample_steps: 20, samples: [{prompt: "a [trigger]"}, {prompt: b}]}
 """
+AI_TOOLKIT_EDIT = AI_TOOLKIT.replace("        - {folder_path: more}\n", "").replace(
+    "arch: qwen_image", "arch: krea2, model_kwargs: {edit: true}"
+)
 KOHYA = """
 [model]
 pretrained_model_name_or_path = "checkpoints/sd_xl_base_1.0.safetensors"
@@ -149,6 +152,10 @@ resolutions = [[1280, 720]]
                 "output.checkpoint_every_steps": 250,
             },
             "save.dtype shuffle_tokens:false [trigger]",
+        ),
+        (
+            {"a.yaml": AI_TOOLKIT_EDIT},
+            *("ai-toolkit", "krea2_edit", {"lora.rank": 16}, "save.dtype"),
         ),
         (
             {"self.toml": KOHYA},

@@ -63,6 +63,8 @@ def test_a_given_frame_is_clean_and_does_not_count(started: Sample, sample: Samp
     encode = family.load_media_encoder(torch.float32, CPU)
     named, own = encode([replace(clip, first_frame=other), Media(frames=(other, *clip.frames[1:]))])
     assert torch.equal(named["first_frame_latents"], own["first_frame_latents"])
+    kept = sum(value.numel() for name, value in own.items() if name != "latents")
+    assert kept == family.num_condition_values(own["latents"].shape)
     example = family.example_conditioning(own["latents"].shape) or {}
     assert example["first_frame_latents"].shape == own["first_frame_latents"].shape
     seen_cfhw = call_with(started, started.latents[:1] + 1)["hidden_states"][0].movedim(-1, 0)

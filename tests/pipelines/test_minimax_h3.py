@@ -95,6 +95,8 @@ def test_audio_is_at_the_noise_level_of_the_same_step_of_the_sampler_that_its_fo
     for scheduler in (clips, audio):
         scheduler.set_timesteps(20)
     torch.testing.assert_close(family.audio_sigma(clips.sigmas), audio.sigmas)
+    family.with_audio = True
+    assert (family.fingerprint() == learning.fingerprint()) == (shift == learning.family_shift((2, 32, 65)))
     assert family.family_shift((2, 32, 65)) == shift
     assert family.family_shift((4, 12, 4, 8)) == 12
     previews = family.preview_pipeline(learning.empty_transformer(), torch.float32)

@@ -100,6 +100,7 @@ def test_new_run_writes_a_config_on_top_of_the_recipe_for_the_card(screen: Scree
     [
         ({"name": ""}, "Name: none given: use a to z"),
         ({"name": "../x"}, "Name: ../x: use a to z"),
+        ({"name": "Con.x"}, "Name: Con.x: is the name of a device on Windows"),
         ({"name": "mine"}, "Name: there is a config mine already"),
         ({"data": "../mug"}, "Data set: choose one"),
         ({"recipe": "../../x.yaml"}, "recipe: ../../x.yaml: is not in the table"),

@@ -192,6 +192,10 @@ class MiniMaxH3(WithAudio, DiffusersFamily):
             encoded.append({"prompt_embeds": get_qwen3vl_prompt_embeds(*given)[0].cpu()})
         return encoded
 
+    def fingerprint(self) -> str:
+        base = super().fingerprint()
+        return f"{base} {self.folder.fingerprint('audio_scheduler')}" if self.with_audio else base
+
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         of_clip = super().media_encoder_id(dtype)
         return f"{of_clip} audio/1 {self.folder.fingerprint('audio_vae')}" if self.with_audio else of_clip
