@@ -129,7 +129,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> None:
     """Generate the images, and log where they are."""
     if parsed.from_captions is not None:
-        _make_items(parsed)
+        try:
+            _make_items(parsed)
+        except KeyboardInterrupt:
+            raise RunInterrupted(
+                "stopped; items that are there are whole, and the same command goes on"
+            ) from None
         return
     parsed.prompt = [text for given in parsed.prompt or [] for text in _texts(given)]
     request = _request(parsed)
@@ -175,14 +180,10 @@ def _make_items(parsed: argparse.Namespace) -> None:
     prompts = [[item.caption for item in part] for part in parts]
     requests = [_request(argparse.Namespace(**vars(parsed) | {"prompt": texts})) for texts in prompts]
     if requests:
-        try:
-            session_class, first = _imported(parsed, requests[0]), requests[0]
-            with closing(session_class.open(first.config, first.run)) as session:
-                for part, request in zip(parts, requests, strict=True):
-                    session.generate_items(request, part, out)
-        except KeyboardInterrupt:
-            kept = f"what is in {out} is whole, and the same command goes on"
-            raise RunInterrupted(f"stopped; {kept}") from None
+        session_class, first = _imported(parsed, requests[0]), requests[0]
+        with closing(session_class.open(first.config, first.run)) as session:
+            for part, request in zip(parts, requests, strict=True):
+                session.generate_items(request, part, out)
     logger.info("Items: %s, %d new, %d were there", out, len(items), num_there)
 
 

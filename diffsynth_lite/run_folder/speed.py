@@ -193,8 +193,8 @@ class SpeedWatch:
         self._has_warned = True
         causes = list(likely_causes(first, last, self._before, self._machine()))
         logger.warning(
-            "Steps have become slower: the last %d of %s took %.3g s, the first %d took %.3g s (medians). "
+            "Steps have become slower (%s): the last %d took %.3g s, the first %d took %.3g s (medians). "
             "Likely cause: %s.",
-            *(_NUM_LAST, sizes, last.seconds, _NUM_FIRST, first.seconds),
+            *(sizes, _NUM_LAST, last.seconds, _NUM_FIRST, first.seconds),
             "; ".join(causes) or "not known",
         )

@@ -34,7 +34,7 @@ def test_twice_as_slow_as_the_first_steps_of_the_same_size_is_warned_of_once(
         watch.after_step(sizes, seconds, {"data": 0.1})
     assert len(caplog.messages) == num_warnings
     if later == [("512x512", 2.1)] * 20:
-        assert "the last 20 of 512x512 took 2.1 s, the first 50 took 1 s (medians)" in caplog.text
+        assert "slower (512x512): the last 20 took 2.1 s, the first 50 took 1 s (medians)" in caplog.text
         assert caplog.messages[0].endswith("Likely cause: not known.")
 
 
