@@ -97,7 +97,7 @@ class _RunScorer:
     def score(self, others: Sequence[GivenLora]) -> int | None:
         """Score what has no scores, and have the best LoRA follow; its step, None where there is none."""
         columns, new = [ImageColumn.of(self._images.previews, BASE_STEP)], []
-        for column, shown, lora in [*self._kept(), *self._others(others)]:
+        for column, shown, lora in self._columns(others):
             columns.append(column)
             if is_missing := shown.are_missing(column.step or BASE_STEP):
                 logger.info("Generating: %s.", column.name if column.step is None else f"step {column.step}")
@@ -111,28 +111,24 @@ class _RunScorer:
                 shown.save(self._session.generate_requests(shown.requests, []), BASE_STEP, [])
         self.close()
         self.job.update(columns, again=new)
-        return self._follow() if self._config.output.keep_best else None
-
-    def _follow(self) -> int | None:
+        if not self._config.output.keep_best:
+            return None
         kept = None
         with suppress(UserError):  # there is no best one, or no copy of its step
             kept = copy_by_step(self.folder, self.folder.best_lora_folder).step
         return follow_scores(self.folder, self._export, kept=kept, sets_aside=self._is_by_scores)
 
-    def _kept(self) -> Iterator[tuple[ImageColumn, Previews, GivenLora]]:
-        """The LoRAs that the run kept of its steps, of the weights that it scores."""
+    def _columns(self, others: Sequence[GivenLora]) -> Iterator[tuple[ImageColumn, Previews, GivenLora]]:
+        """The LoRAs that the run kept of its steps, and others, whose images are in folders of their own."""
+        previews, names = self._images.previews, set[str]()
         for copy in lora_copies(self.folder.checkpoints_folder, self._export):
             lora = GivenLora(place=copy.path, name=f"step-{copy.step:08d}", weight=1.0)
-            yield ImageColumn.of(self._images.previews, copy.step), self._images.previews, lora
-
-    def _others(self, loras: Sequence[GivenLora]) -> Iterator[tuple[ImageColumn, Previews, GivenLora]]:
-        """LoRAs that are not steps of the run: the images of each are in a folder of its own."""
-        names = set[str]()
-        for lora in loras:
+            yield ImageColumn.of(previews, copy.step), previews, lora
+        for lora in others:
             files = sorted(lora.place.glob(f"*{SUFFIX}")) if lora.place.is_dir() else [lora.place]
             decides = [lora.weight, *map(file_fingerprint, files)]
             digest = hashlib.blake2b(repr(decides).encode(), digest_size=6).hexdigest()
-            shown = replace(self._images.previews, folder=self._images.previews.folder / digest)
+            shown = replace(previews, folder=previews.folder / digest)
             name = lora.name if lora.weight == 1 else f"{lora.name}:{lora.weight:g}"
             if name in names or name.isdecimal() or name == ScoredColumn.name(BASE_STEP):
                 name += f" ({digest})"

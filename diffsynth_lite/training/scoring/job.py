@@ -6,9 +6,10 @@ What has no scores yet gets them from the files of its images, after a kill, too
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -86,47 +87,47 @@ class ImageColumn:
         return cls(name=name or ScoredColumn.name(step), step=None if name else step, files=files)
 
 
+@dataclass(kw_only=True)
 class ScoreJob:
     """Scores columns of images, and keeps the record.
 
-    Args:
+    Attributes:
         path: of the record.
         images: of these prompts.
         is_average: whether images of steps are of the averaged weights.
-
-    Attributes:
-        decided_by: all that decides which scores compare, by names for people.
-        measure: a digest of it, as in the record.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        prompts: ScoredPrompts,
-        images: ScoredImages,
-        models: FeatureModels,
-        *,
-        is_average: bool,
-    ) -> None:
-        self._path, self._prompts, self._models, self._is_average = path, prompts, models, is_average
-        self._again = images.again
-        self._num_frames = min(images.previews.requests[0].num_frames, STRIP_FRAMES)
-        self.decided_by: Mapping[str, object] = {
-            "the base model": images.previews.generated_by,
-            "validation.score_models": models.identity,
-            "the prompts": [prompt.text for prompt in prompts.all],
-            "held-out or training items": [[item.identity() for item in each.items] for each in prompts.all],
-            "seeds, sizes or sampler settings": [images.previews.marks, images.again.marks],
-        }
-        decides = json.dumps(list(self.decided_by.values()))
-        self.measure = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
-        self._references: References | None = None
+    path: Path
+    prompts: ScoredPrompts
+    images: ScoredImages
+    models: FeatureModels
+    is_average: bool
+    _references: References | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, config: Config, run: RunFolder, prompts: ScoredPrompts, images: ScoredImages) -> "ScoreJob":
         """The job of a run."""
-        models = FeatureModels.find(config.validation.score_models)
-        return cls(run.scores_file, prompts, images, models, is_average=config.scores_average)
+        models, is_average = FeatureModels.find(config.validation.score_models), config.scores_average
+        return cls(path=run.scores_file, prompts=prompts, images=images, models=models, is_average=is_average)
+
+    @cached_property
+    def decided_by(self) -> dict[str, object]:
+        """All that decides which scores compare, by names for people."""
+        return {
+            "the base model": self.images.previews.generated_by,
+            "validation.score_models": self.models.identity,
+            "the prompts": _texts(self.prompts.all),
+            "held-out or training items": [
+                [item.identity() for item in prompt.items] for prompt in self.prompts.all
+            ],
+            "seeds, sizes or sampler settings": [self.images.previews.marks, self.images.again.marks],
+        }
+
+    @cached_property
+    def measure(self) -> str:
+        """A digest of it, as in the record."""
+        decides = json.dumps(list(self.decided_by.values()))
+        return hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
 
     def update(self, columns: Sequence[ImageColumn], again: Collection[str] = ()) -> ScoreRecord:
         """Score the columns that the record lacks, and write it.
@@ -139,7 +140,13 @@ class ScoreJob:
             UserError: a file or a model cannot be read.
             OSError: the same, or the record cannot be written.
         """
-        record = self._read()
+        record = self.known()
+        if record is None and self.path.exists():
+            logger.warning(
+                "%s is damaged, or was measured in another way (base, prompts, seeds, sizes, sampler, "
+                "models, items or validation.use_ema); scores start over.",
+                self.path,
+            )
         known = {column.column for column in record.columns}.difference(again) if record else set()
         for column in columns:
             if column.name not in known:
@@ -149,7 +156,7 @@ class ScoreJob:
                     self._references = self._read_references(base)
                 scored = self._references.scores(column.name, column.step, images)
                 record = record.with_column(scored) if record else self._begun(scored, self._references)
-                write_scores(self._path, record)
+                write_scores(self.path, record)
         assert record is not None, "there is the column of the base"
         return record
 
@@ -161,36 +168,17 @@ class ScoreJob:
     def known(self) -> ScoreRecord | None:
         """The record that later scores compare with; None where there is none."""
         with suppress(UserError):
-            record = read_scores(self._path)
-            if record is not None and self._compares_with(record):
+            record = read_scores(self.path)
+            if record and (record.measure, record.is_average) == (self.measure, self.is_average):
                 return record
         return None
 
-    def _compares_with(self, record: ScoreRecord) -> bool:
-        return (record.measure, record.is_average) == (self.measure, self._is_average)
-
-    def _read(self) -> ScoreRecord | None:
-        """The record; None where there is none of this measure, which is warned of."""
-        try:
-            record = read_scores(self._path)
-        except UserError as error:
-            logger.warning("%s. Scores start over.", error)
-            return None
-        if record is not None and not self._compares_with(record):
-            logger.warning(
-                "%s was measured in another way (base, prompts, seeds, sizes, sampler, models, items or "
-                "validation.use_ema); scores start over.",
-                self._path,
-            )
-            return None
-        return record
-
     def _begun(self, base: ScoredColumn, references: References) -> ScoreRecord:
-        new, plain, taught = map(_texts, (self._prompts.new, self._prompts.plain, self._prompts.taught))
+        new, plain, taught = map(_texts, (self.prompts.new, self.prompts.plain, self.prompts.taught))
         return ScoreRecord(
             measure=self.measure,
-            is_average=self._is_average,
-            models=self._models.names,
+            is_average=self.is_average,
+            models=self.models.names,
             held_out_contrast=references.held_out_contrast,
             other_seed=references.other_seed,
             new_prompts=new,
@@ -200,27 +188,39 @@ class ScoreJob:
         )
 
     def _read_references(self, base: GeneratedFeatures) -> References:
-        groups = [prompt.items for prompt in (*self._prompts.new, *self._prompts.taught)]
-        features = self._models.features(
-            [item.few_frames(STRIP_FRAMES) for group in groups for item in group]
-        )
+        groups = [prompt.items for prompt in (*self.prompts.new, *self.prompts.taught)]
+        features = self.models.features([item.few_frames(STRIP_FRAMES) for group in groups for item in group])
         by_prompt = np.split(features, np.cumsum([len(group) for group in groups])[:-1])
-        num_new = len(self._prompts.new)
-        again = [_frames(file, self._num_frames) for file in ImageColumn.of(self._again, BASE_STEP).files]
+        num_new = len(self.prompts.new)
+        again = self._clips(ImageColumn.of(self.images.again, BASE_STEP).files)
         return References(
             held_out=by_prompt[:num_new],
             training=by_prompt[num_new:],
             base_plain=base.plain,
-            base_again=self._models.features(again),
+            base_again=self.models.features(again),
         )
 
     def _features(self, column: ImageColumn) -> GeneratedFeatures:
-        prompts = _texts(self._prompts.new)
-        clips = [_frames(file, self._num_frames) for file in column.files]
-        images, ends = self._models.features(clips), [len(prompts), len(prompts) + len(self._prompts.plain)]
+        prompts, clips = _texts(self.prompts.new), self._clips(column.files)
+        images, ends = self.models.features(clips), [len(prompts), len(prompts) + len(self.prompts.plain)]
         new, plain, taught = np.split(images, ends)
-        fit = self._models.similarity(clips[: len(prompts)], prompts)
+        fit = self.models.similarity(clips[: len(prompts)], prompts)
         return GeneratedFeatures(new=new, plain=plain, taught=taught, prompt=fit)
+
+    def _clips(self, files: Iterable[Path]) -> list[list[Image.Image]]:
+        """The frames of files, which lie next to each other in each."""
+        count, clips = min(self.images.previews.requests[0].num_frames, STRIP_FRAMES), []
+        for file in files:
+            try:
+                with Image.open(file) as opened:
+                    strip = opened.convert("RGB")
+            except (OSError, SyntaxError) as error:  # PIL's errors for a damaged PNG
+                raise UserError(
+                    f"{file} cannot be read: {error}; remove it to have it generated again"
+                ) from error
+            width, height = strip.width // count, strip.height
+            clips.append([strip.crop((width * at, 0, width * (at + 1), height)) for at in range(count)])
+        return clips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,14 +306,3 @@ def cut_back(path: Path, images: Path, step: int) -> None:
 
 def _texts(prompts: Sequence[ScoredPrompt]) -> tuple[str, ...]:
     return tuple(prompt.text for prompt in prompts)
-
-
-def _frames(file: Path, count: int) -> list[Image.Image]:
-    """The frames that lie next to each other in an image."""
-    try:
-        with Image.open(file) as opened:
-            strip = opened.convert("RGB")
-    except (OSError, SyntaxError) as error:  # PIL's errors for a damaged PNG
-        raise UserError(f"{file} cannot be read: {error}; remove it to have it generated again") from error
-    width = strip.width // count
-    return [strip.crop((place * width, 0, (place + 1) * width, strip.height)) for place in range(count)]
