@@ -13,7 +13,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.scores.recommendation import Interval, recommend
 from diffsynth_lite.scores.record import ScoreRecord, joined, read_scores
 
-_BEST, _AS_GOOD = "best", "not distinguishable"
+_BEST, _AS_GOOD, _WORSE = "best", "not distinguishable", "worse"
 _BY_SCORES = "Compared by the score of the best step, with an interval at 95 % for all runs together."
 _BY_LOSS = (
     "Compared by the lowest loss on held-out data, which has no interval: a small difference may be chance. "
@@ -33,7 +33,7 @@ class SweptRun:
         loss: the lowest on held-out data, at ``loss_step``.
         score: Z of its best saved step, ``score_step``, with an interval for all of the runs together.
         message: why it did not start or finish; else empty.
-        result: "best", or "not distinguishable" from the best one; else empty.
+        result: "best", "not distinguishable" from the best one, or by scores "worse"; else empty.
     """
 
     name: str
@@ -89,8 +89,9 @@ def compare_runs(
         return runs, _DIFFERENT
     found = recommend(joined(tops[0][1], tops))
     judged = {each.column: each for each in found.columns}
-    results = {each.column: _AS_GOOD for each in found.same}
-    results |= {found.best.column: _BEST} if found.best is not None else {}
+    results = {each.column: _WORSE for each in found.columns if found.best}
+    results |= {each.column: _AS_GOOD for each in found.same}
+    results |= {found.best.column: _BEST} if found.best else {}
     for place, run in enumerate(runs):
         if one := judged.get(f"{run.name}@{run.score_step}"):
             runs[place] = replace(run, score=one.total, result=results.get(one.column, ""))

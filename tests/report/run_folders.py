@@ -1,8 +1,9 @@
 """Run folders for tests of the page: with every file that a run can leave."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -73,38 +74,53 @@ def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0
     return path
 
 
-def write_run_scores(
-    path: Path,
+def alternating(order: int, count: int) -> list[float]:
+    """Differences of 0.01 from a mean, in another order of prompts for each second column."""
+    return [0.02 * (place % 2 - 0.5) for place in range(count)][:: (-1) ** order]
+
+
+def score_record(
     scores: Mapping[int | None, tuple[float, float]],
     *,
     text: str = "a circle",
-    num_prompts: int = 8,
-    loras: bool = True,
+    num_prompts: tuple[int, int, int] = (8, 8, 0),
+    noise: Callable[[int, int], Iterable[float]] = alternating,
     **others: object,
-) -> None:
-    """Scores of a run folder.
+) -> ScoreRecord:
+    """The scores of a run.
 
     Args:
-        scores: N and K by step, within 0.01 of which each prompt is; None is a LoRA of others.
+        scores: N and K by step, around which the prompts are; None is a LoRA of others.
         text: in each place where somebody else may write one.
-        loras: whether the LoRA of each step was kept.
+        num_prompts: new, plain and taught ones.
+        noise: differences of prompts from their mean, of a column by its place.
     """
-    around = [0.02 * (place % 2 - 0.5) for place in range(num_prompts)]  # in another order each time
+
+    def around(value: float, order: int, count: int) -> tuple[float, ...]:
+        return tuple(float(value + each) for each in noise(order, count))
+
+    num_new, num_plain, num_taught = num_prompts
     columns = [
         ScoredColumn(
             column=text[:500] if step is None else ScoredColumn.name(step),
             step=step,
-            **{
-                name: tuple(new + each for each in around[:: (-1) ** order])
-                for name in ("likeness", "contrast", "prompt")
-            },
-            kept=tuple(kept + each for each in around),
+            **{name: around(new, order, num_new) for name in ("likeness", "contrast", "prompt")},
+            kept=around(kept, 0, num_plain),
+            memory=around(new, order, num_taught),
         )
         for order, (step, (new, kept)) in enumerate(scores.items())
     ]
-    record = {"measure": "m", "models": (text, text), "held_out_contrast": 1.0}
-    prompts = {name: (text,) * num_prompts for name in ("new_prompts", "plain_prompts")}
-    write_scores(path / FILE_NAME, ScoreRecord(**{**record, **prompts, "columns": tuple(columns), **others}))
+    kinds = ("new_prompts", "plain_prompts", "taught_prompts")
+    prompts = {kind: (text,) * count for kind, count in zip(kinds, num_prompts, strict=True)}
+    record = {"measure": "m", "models": (text, text), "held_out_contrast": 1.0, "columns": tuple(columns)}
+    return ScoreRecord(**{**record, **prompts, **others})
+
+
+def write_run_scores(
+    path: Path, scores: Mapping[int | None, tuple[float, float]], *, loras: bool = True, **others: Any
+) -> None:
+    """Write a :func:`score_record` into a run folder, and the LoRA of each step where these are kept."""
+    write_scores(path / FILE_NAME, score_record(scores, **others))
     for step in filter(None, scores if loras else ()):
         (path / "checkpoints" / f"lora-{step:08d}").mkdir(parents=True, exist_ok=True)
 

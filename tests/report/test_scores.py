@@ -49,7 +49,7 @@ def test_the_recommended_step_and_those_as_good_are_named_next_to_what_a_person_
     ("others", "reason"),
     [
         (
-            {"num_prompts": 7},
+            {"num_prompts": (7, 8, 0)},
             "it takes 8 captions of held-out items, and as many prompts without the subject",
         ),
         ({"loras": False}, "no LoRA of a scored step was kept"),

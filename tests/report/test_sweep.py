@@ -42,7 +42,7 @@ def test_the_best_steps_of_runs_are_compared_by_scores(tmp_path: Path) -> None:
         with_scores(tmp_path / "c", at_10=(0.3, 0.9)),
         with_losses(tmp_path / "d", 0.1),
     )
-    assert [run.result for run in runs] == ["not distinguishable", "best", "", ""]
+    assert [run.result for run in runs] == ["not distinguishable", "best", "worse", ""]
     assert "Compared by the score of the best step" in reason
     assert runs[0].line["lora.rank"] == "base"
     assert runs[0].line["score"] == "0.75 ± 0.01 at step 10"

@@ -4,43 +4,22 @@ import math
 
 import numpy as np
 import pytest
+from run_folders import score_record
 from scipy.stats import t, ttest_ind, ttest_rel
 
 from diffsynth_lite.scores.recommendation import Recommendation, recommend, sum_of_means
-from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord
+from diffsynth_lite.scores.record import ScoreRecord
 
 NEW, PLAIN, TAUGHT = 16, 12, 10
 
 
-def column(step: int, rng: np.random.Generator, *, new: float, kept: float) -> ScoredColumn:
-    """Scores around the given means, of which the prompts differ by 0.02."""
-
-    def around(value: float, count: int) -> tuple[float, ...]:
-        return tuple(map(float, value + 0.02 * rng.standard_normal(count)))
-
-    return ScoredColumn(
-        column=ScoredColumn.name(step),
-        step=step,
-        likeness=around(new, NEW),
-        contrast=around(new, NEW),
-        prompt=around(0.2, NEW),
-        kept=around(kept, PLAIN),
-        memory=around(new, TAUGHT),
-    )
-
-
 def run(*steps: tuple[float, float], seed: int = 0) -> ScoreRecord:
-    """A base, and steps 10, 20, ... of such N and K."""
+    """A base, and steps 10, 20, ... of such N and K, of which the prompts differ by 0.02."""
     rng, rows = np.random.default_rng(seed), [(0.0, 1.0), *steps]
-    columns = (column(10 * at, rng, new=new, kept=kept) for at, (new, kept) in enumerate(rows))
-    return ScoreRecord(
-        measure="of this test",
-        models=("images", "prompts"),
-        held_out_contrast=1.0,
-        new_prompts=("new",) * NEW,
-        plain_prompts=("plain",) * PLAIN,
-        taught_prompts=("taught",) * TAUGHT,
-        columns=tuple(columns),
+    return score_record(
+        {10 * place: each for place, each in enumerate(rows)},
+        num_prompts=(NEW, PLAIN, TAUGHT),
+        noise=lambda _, count: 0.02 * rng.standard_normal(count),
     )
 
 
@@ -57,7 +36,7 @@ def test_only_saved_steps_are_recommended_and_unsaved_ones_are_judged() -> None:
     saved, nothing = recommend(of, [10, 30]), recommend(of, [])
     assert (saved.best, saved.same) == (saved.columns[2], ())
     assert (nothing.best, nothing.reason, len(nothing.columns)) == (None, "no saved step", 3)
-    other = column(40, np.random.default_rng(9), new=0.8, kept=0.95)
+    other = run((0.8, 0.95), seed=9).columns[1]
     film = recommend(of.with_column(other.model_copy(update={"column": "film", "step": None})), [])
     assert film.best == film.columns[3]  # a LoRA of another run can always be taken
 

@@ -5,24 +5,21 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from run_folders import score_record
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.scores.record import ScoredColumn, ScoreRecord, read_scores, write_scores
 
+RECORD = score_record({0: (0.1, 1.0), 10: (0.5, 0.5)}, num_prompts=(2, 1, 3))
+BASE, TEN = RECORD.columns
+
 
 def column(name: str, step: int | None, value: float = 0.5) -> ScoredColumn:
-    new, plain, taught = (value, value / 3), (value,), (value, -value, value)
-    by_new = {"likeness": new, "contrast": new, "prompt": new}
-    return ScoredColumn(column=name, step=step, kept=plain, memory=taught, **by_new)
-
-
-BASE, TEN = column("base", 0, 0.1), column("10", 10)
+    return TEN.model_copy(update={"column": name, "step": step, "kept": (value,)})
 
 
 def record(*columns: ScoredColumn) -> ScoreRecord:
-    prompts = {"new_prompts": ("a", "b"), "plain_prompts": ("c",), "taught_prompts": ("d", "e", "f")}
-    models = ("images", "prompts")
-    return ScoreRecord(measure="m", models=models, held_out_contrast=0.3, columns=columns, **prompts)
+    return ScoreRecord(**{**dict(RECORD), "columns": columns})
 
 
 def test_a_record_comes_back_bit_equal_and_none_is_there_before(tmp_path: Path) -> None:
@@ -37,7 +34,7 @@ def test_a_column_takes_its_place_by_its_step_and_replaces_one_of_its_name() -> 
     grown = record(BASE, TEN).with_column(column("other", None)).with_column(column("5", 5))
     again = grown.with_column(column("10", 10, 0.9))
     assert [one.column for one in again.columns] == ["base", "5", "10", "other"]
-    assert (grown.columns[2].kept, again.columns[2].kept) == ((0.5,), (0.9,))
+    assert (grown.columns[2].kept, again.columns[2].kept) == (TEN.kept, (0.9,))
     assert (ScoredColumn.name(0), ScoredColumn.name(40)) == ("base", "40")
 
 
