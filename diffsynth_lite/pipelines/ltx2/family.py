@@ -356,32 +356,20 @@ class LTX2(WithAudio, ReleasedSampler):
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
     ) -> torch.Tensor:
-        velocity, _ = self._predict(transformer, noisy_latents, sigma, conditioning)
+        velocity, _ = self.predict_with_audio(transformer, noisy_latents, None, sigma, conditioning)
         return velocity
 
     def predict_with_audio(
         self,
         transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,
-        noisy_audio_latents: torch.Tensor,
+        noisy_audio_latents: torch.Tensor | None,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
         *,
         audio_sigma: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._predict(
-            transformer, noisy_latents, sigma, conditioning, noisy_audio_latents, audio_sigma
-        )
-
-    def _predict(
-        self,
-        transformer: torch.nn.Module,
-        noisy_latents: torch.Tensor,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-        noisy_audio_latents: torch.Tensor | None = None,
-        audio_sigma: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``predict``; without audio, None, the estimate of it is of no use."""
         like = device_and_dtype(transformer)
         sigma = sigma * _NUM_TIMESTEPS
         latents_bcfhw, timestep = with_first_frames(noisy_latents, sigma, conditioning)

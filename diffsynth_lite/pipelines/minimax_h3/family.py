@@ -4,7 +4,7 @@ Sources: diffusers ``modular_pipelines/minimax_h3``.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -210,28 +210,21 @@ class MiniMaxH3(WithAudio, DiffusersFamily):
         latents = vae.encode(((pixels - mean) / std).to(vae.device)).latent_dist.mode().float().cpu()
         return _normalised(latents, vae, -1, 1, 1, 1)
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        encode = super().load_media_encoder(dtype, device)
-        if not self.with_audio:
-            return encode
-        audio_vae = self.load_component("audio_vae", torch.float32).to(device)
+    def media_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        pipeline = super().media_pipeline(dtype, device)
+        if self.with_audio:
+            audio_vae = self.load_component("audio_vae", torch.float32).to(device)
+            pipeline.update_components(audio_vae=audio_vae)
+        return pipeline
 
-        @torch.no_grad()
-        def encode_with_audio(media: Sequence[Media]) -> list[EncodedMedia]:
-            encoded, num_frames = encode(media), len(media[0].frames)
-            if num_frames == 1:
-                return encoded
-            silence = Audio.silent(self.audio_format, num_frames / RULES.fps)
-            for tensors, item in zip(encoded, media, strict=True):
-                mono = (item.audio or silence).waveform[:, None].to(device)
-                latents_kcl = audio_vae.encode(mono).latent_dist.mode().cpu()
-                clipped_kcl = latents_kcl[..., : _num_latents(num_frames)]
-                tensors["audio_latents"] = _normalised(clipped_kcl, audio_vae, -1, 1)
-            return encoded
-
-        return encode_with_audio
+    def encode_given(self, pipeline: Any, item: Media) -> EncodedMedia:
+        num_frames = len(item.frames)
+        if not self.with_audio or num_frames == 1:
+            return {}
+        audio_vae = pipeline.audio_vae
+        audio = item.audio or Audio.silent(self.audio_format, num_frames / RULES.fps)
+        latents_kcl = audio_vae.encode(audio.waveform[:, None].to(audio_vae.device)).latent_dist.mode().cpu()
+        return {"audio_latents": _normalised(latents_kcl[..., : _num_latents(num_frames)], audio_vae, -1, 1)}
 
     def predict(
         self,
