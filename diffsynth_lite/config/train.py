@@ -133,9 +133,9 @@ class TrainSettings(Settings):
     [compile.md](compile.md)."""
 
     compile_cache: bool = False
-    """Keep what `compile` made in `~/.cache/diffsynth_lite`, for later runs of the same model and LoRA with
-    the same torch and device, which then start faster. torch runs what it finds there as code, so a file that
-    another user of the machine may have written is refused:
+    """Keep what `compile` made in `~/.cache/diffsynth_lite`, for later runs of the same model, LoRA and sizes
+    with the same torch and device, which then start faster. torch runs what it finds there as code, so a file
+    that another user of the machine may have written is refused:
     [compile.md](compile.md#is-compiled-code-kept)."""
 
     deterministic: bool = False

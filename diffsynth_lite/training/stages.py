@@ -302,7 +302,10 @@ def compiled_code_kept(run: Run) -> Iterator[None]:
     # Never where a config or a folder of others says: whoever writes there would run code here.
     folder = Path.home() / ".cache" / "diffsynth_lite" / "compiled"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    settings = config.model_dump(include={"model": True, "lora": True}) | {"torch": torch.__version__}
+    # What a run did not use is not written again, so runs of other sizes have files of their own.
+    sizes = ("width", "height", "resolutions", "sizes", "bucket_step", "max_aspect_ratio", "frame_counts")
+    include: Any = {"model": True, "lora": True, "data": set(sizes), "train": {"micro_batch_size"}}
+    settings = config.model_dump(include=include) | {"torch": torch.__version__}
     settings["device"] = device_name(run.accelerator.device)
     file = folder / hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     known: set[str] = set()
