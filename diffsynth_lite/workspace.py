@@ -99,6 +99,19 @@ class Workspace:
             raise UserError(f"{folder}: holds no run; give the output.dir of a run, or a folder of such")
         self.set(kind, list(dict.fromkeys([*self._listed(kind), str(folder)])))
 
+    def forget(self, folder: Path) -> None:
+        """Show a data set elsewhere no more, in which nothing is changed.
+
+        Raises:
+            UserError: it was not added, as it is in the workspace.
+        """
+        listed = self._listed("data")
+        if str(folder) not in listed:
+            raise UserError(
+                f"{folder}: is in this workspace; only folders elsewhere can be taken off the screen"
+            )
+        self.set("data", [one for one in listed if one != str(folder)])
+
     @property
     def settings(self) -> dict[str, Any]:
         """What the person has set for this workspace, by name; somebody else may have written the file.

@@ -147,6 +147,19 @@ def test_a_config_adds_its_masks(screen: Screen, mug: Path) -> None:
     assert "mine" in screen.get("/data/mug/items?config=mine").json()["problems"][0]
 
 
+def test_a_folder_elsewhere_is_taken_off_the_screen_and_one_of_the_workspace_is_not(
+    screen: Screen, mug: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(mug, elsewhere := tmp_path / "elsewhere" / "cup")
+    screen.workspace.add("data", elsewhere)
+    assert "/data/cup/forget" in screen.get("/data/cup/").text
+    assert "/data/mug/forget" not in screen.get("/data/mug/").text
+    assert screen.post("/data/cup/forget").json()["go"] == "/#data-sets"
+    assert list(screen.workspace.data_sets) == ["mug"]
+    assert (elsewhere / "a.png").exists()
+    assert screen.post("/data/mug/forget").status_code == 422
+
+
 def test_findings_name_equal_bytes_and_files_that_cannot_be_read(screen: Screen, mug: Path) -> None:
     shutil.copy(mug / "a.png", mug / "again.png")
     (mug / "broken.png").write_bytes(b"\x89PNG")
@@ -169,6 +182,11 @@ def test_thumbnails_are_small_and_kept_by_the_browser_until_the_file_changes(
     monkeypatch.setattr("diffsynth_lite.data.images.MAX_PIXELS", 100)
     placeholder = screen.get("/data/mug/thumbnails/a.png")
     assert placeholder.headers["content-type"] == "image/svg+xml"
+    damaged = mug / "a.png"
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    monkeypatch.undo()
+    assert ">image file is truncated</text>" in screen.get("/data/mug/thumbnails/a.png").text
+    monkeypatch.setattr("diffsynth_lite.data.images.MAX_PIXELS", 100)
     assert "at most 100 in all" in screen.get("/data/mug/findings").json()["a.png"]["problem"]
 
 

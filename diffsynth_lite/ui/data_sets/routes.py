@@ -1,6 +1,7 @@
 """This file shows a data set, and takes in what is changed there."""
 
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,12 @@ from diffsynth_lite.workspace import new_name
 _SIDES = {"cell": 360, "panel": 1024}
 """Pixels of thumbnails by where they are shown; on most displays a pixel of the page is two."""
 _NO_PREVIEW = (
-    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 20 20" fill="none" stroke="#868686">'
-    b'<path d="M5.5 5.5l9 9m0-9l-9 9" stroke-width=".4"/></svg>'
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 20 20" fill="#868686">'
+    '<path d="M5.5 5.5l9 9m0-9l-9 9" stroke="#868686" stroke-width=".4"/>'
+    '<text x="10" y="18" font-family="sans-serif" font-size="1.1" text-anchor="middle">{}</text></svg>'
 )
-"""In place of what cannot be read; the cell has the reason."""
+"""In place of what cannot be read, with the reason, which the header may not show."""
+_REASON_LETTERS = 34
 _CLIP_TYPES = {".webm": "video/webm", ".mkv": "video/x-matroska", ".avi": "video/x-msvideo"}
 _FOR_GOOD = "private, max-age=31536000, immutable"
 
@@ -69,6 +72,7 @@ def routes() -> list[Route]:
         Route("/data/{name}/add", _add, methods=["POST"]),
         change_route("/data/{name}/captions", _write, limiter=one_by_one),
         change_route("/data/{name}/captioning", _caption, limiter=one_by_one),
+        change_route("/data/{name}/forget", _forget, limiter=one_by_one),
         change_route("/data/{name}/trash", _move_to_trash, limiter=one_by_one),
         change_route("/data/{name}/undo", _undo, limiter=one_by_one),
     ]
@@ -117,6 +121,7 @@ def _show(request: Request) -> Response:
         "data_sets/data_set.html",
         is_edited=True,
         name=shown.name,
+        is_elsewhere=not shown.folder.is_relative_to(workspace.path),
         configs=configs,
         chosen=shown.chosen,
         choices=CHOICES,
@@ -125,6 +130,13 @@ def _show(request: Request) -> Response:
         trigger=trigger_of(shown.folder, [workspace.configs[name] for name in configs]),
         data={"name": shown.name, "config": shown.chosen, **shown.as_json()},
     )
+
+
+def _forget(request: Request, _: dict[str, Any]) -> dict[str, Any]:
+    """Take a folder elsewhere off the screen."""
+    folder = _folder(request)
+    workspace_of(request).forget(folder)
+    return {"go": "/#data-sets", "message": f"{folder} is shown no more; it stays as it is."}
 
 
 def _items(request: Request) -> Response:
@@ -182,8 +194,9 @@ async def _thumbnail(limiter: CapacityLimiter, request: Request) -> Response:
     side = _SIDES.get(request.query_params.get("for", "cell"), _SIDES["cell"])
     try:
         made = await to_thread.run_sync(lambda: thumbnail(path, side=side), limiter=limiter)
-    except UserError:
-        return Response(_NO_PREVIEW, media_type="image/svg+xml", headers=headers)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{path}: ")[:_REASON_LETTERS]
+        return Response(_NO_PREVIEW.format(escape(reason)), media_type="image/svg+xml", headers=headers)
     return Response(made, media_type="image/jpeg", headers=headers)
 
 
