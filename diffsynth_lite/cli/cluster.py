@@ -223,13 +223,11 @@ def parts_by_cost(costs: Mapping[str, float], count: int) -> dict[str, float]:
     """
     from diffsynth_lite.data.records import part_index
 
-    by_part = [0.0] * count
-    has_items = [False] * count
+    by_part = dict[int, float]()
     for name, cost in costs.items():
         index = part_index(name, count)
-        by_part[index] += cost
-        has_items[index] = True
-    order = sorted((index for index in range(count) if has_items[index]), key=lambda index: -by_part[index])
+        by_part[index] = by_part.get(index, 0.0) + cost
+    order = sorted(by_part, key=lambda index: -by_part[index])
     return {f"{index}/{count}": by_part[index] for index in order}
 
 

@@ -62,8 +62,9 @@ def connected(address: str) -> Iterator["ray"]:
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"--ray {address}: {reason}; give the address of a running cluster, as ray start printed "
-            "it, auto for the one of this machine, or no address to start one here"
+            f"--ray {address}: {reason}; give the address of a running cluster, as ray start printed it, "
+            "with RAY_AUTH_MODE=token set if it has a token, auto for the one of this machine, or no address "
+            "to start one here"
         ) from error
     try:
         yield ray
