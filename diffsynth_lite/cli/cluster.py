@@ -4,8 +4,7 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from diffsynth_lite.cluster.node import WRONG_INPUT, Ended
 from diffsynth_lite.cluster.session import HERE, connected, num_slots, require_shared
 from diffsynth_lite.cluster.tasks import run_tasks
 from diffsynth_lite.config import Config, LoadedConfig
-from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, join_lines
+from diffsynth_lite.errors import RunStoppedError, UserError, join_lines
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +168,7 @@ def run_parts(
     Returns:
         How the parts ended, and the command after them.
     """
-    with connected(parsed.ray) as ray, _ended_by_ctrl_c():
+    with connected(parsed.ray) as ray:
         if parsed.gpus_per_task is not None:
             gpus = parsed.gpus_per_task
         needs = _needs(parsed, default_gpus(ray, parsed) if gpus is None else gpus)
@@ -190,14 +189,6 @@ def run_parts(
         if then and not any(each.exit_code for each in ended):
             ended += run_tasks(ray, [("all", then)], str(Path.cwd()), needs)
     return ended
-
-
-@contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise RunInterrupted("stopped; what is done is kept, and the same command goes on") from None
 
 
 def require_done(ended: Sequence[Ended]) -> None:
