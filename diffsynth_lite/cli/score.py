@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Score, and print a table."""
-    settings = [word for word in parsed.runs if "=" in word and not Path(word).expanduser().is_dir()]
+    settings = [word for word in parsed.runs if re.match(r"[\w.]+=", word)]  # argparse takes them for runs
     folders = {name: _checked(name) for name in parsed.runs if name not in settings}
     if not folders:
         raise UserError("RUN: is missing; name the folder of a run")

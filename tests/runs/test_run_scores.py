@@ -176,7 +176,8 @@ def test_the_command_compares_runs_and_refuses_those_that_differ_in_base_or_prom
     first, other = scored_run.folder, scored_run.root / "other"
     shutil.copytree(first, other)
     shutil.rmtree(other / "lora_best")
-    assert main(["score", str(first), str(other), "--json"]) == 0
+    setting = f"logging.project={'a' * 300}"  # more than a file name may have
+    assert main(["score", str(first), str(other), setting, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [column["column"] for column in printed["columns"]] == [
         f"{run}@{step}" for run in (first, other) for step in (2, 4)
