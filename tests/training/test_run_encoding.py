@@ -182,12 +182,12 @@ def test_sizes_that_the_data_come_to_are_refused_before_anything_is_encoded(
 
     def check_that_it_is_not_wide(family: QwenImage, width: int, height: int, *, keys: str) -> None:
         check(family, width, height, keys=keys)
-        if keys == "data.resolutions" and width > height:
+        if keys == "data.resolutions and data.max_aspect_ratio" and width > height:
             raise UserError(f"{keys}: {width}x{height} is too wide")
 
     monkeypatch.setattr(QwenImage, "check_size", check_that_it_is_not_wide)
     monkeypatch.setattr(QwenImage, "load_component", None)
-    with pytest.raises(UserError, match=r"data\.resolutions: \d+x\d+ is too wide"):
+    with pytest.raises(UserError, match=r"data\.max_aspect_ratio: \d+x\d+ is too wide"):
         encode(prepared)
 
 
