@@ -98,6 +98,16 @@ def test_a_caption_is_read_with_what_its_clip_starts_from_and_an_empty_one_once_
     assert len({pixels for _, pixels in shown}) == 2
 
 
+@pytest.mark.parametrize("name", RELEASES)
+def test_what_is_kept_of_a_clip_next_to_its_latents_is_counted(
+    name: str, sample_of: Callable[[str], Sample]
+) -> None:
+    sample = sample_of(name)
+    latents, *others = sample.family.load_media_encoder(torch.float32, CPU)(sample.media[:1])[0].items()
+    kept = sum(value.numel() for _, value in others)
+    assert (latents[0], kept) == ("latents", sample.family.num_condition_values(latents[1].shape))
+
+
 def test_a_clip_of_only_the_given_frame_is_refused(sample: Sample) -> None:
     with pytest.raises(UserError, match=r"1 frames; .* of which the first is given, such as 5 or 9"):
         sample.family.check_frames(1, key="data.frame_counts")
