@@ -5,6 +5,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import stat
@@ -14,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
@@ -219,9 +220,12 @@ def group_of_one() -> Iterator[torch.distributed.ProcessGroup]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """One below those that Linux takes for connections: with many of these it lost one before it was used."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def kill_children() -> None:

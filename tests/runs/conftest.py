@@ -1,8 +1,13 @@
 """The tiny pipeline that all runs share, and a fresh accelerate state for each test."""
 
+import io
+import logging
+import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -12,6 +17,26 @@ from safetensors.torch import load_file, save_file
 from tiny_run import UNWATCHED, TinyRun, copy_run, make_run
 
 from diffsynth_lite.pipelines.qwen_image import tiny
+
+
+def pytest_before_fork() -> None:
+    """Train a step: what libraries do when they are first used takes each process that tests fork 0.3 s."""
+    if (
+        not torch.cuda.is_available()
+    ):  # with which autograd has threads, after which no fork computes gradients
+        # What raises here fails the tests of runs.
+        pytest.CallInfo.from_call(_train_a_step, "setup", KeyboardInterrupt)
+
+
+def _train_a_step() -> None:
+    root, nowhere, printed = logging.getLogger(), logging.NullHandler(), io.StringIO()
+    root.addHandler(nowhere)  # The command adds its own only where there is none.
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        tiny().save_pretrained(f"{folder}/model")
+        with redirect_stdout(printed), redirect_stderr(printed):
+            make_run(Path(folder) / "run", Path(folder) / "model").train("train.steps=1")
+    root.removeHandler(nowhere)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")
