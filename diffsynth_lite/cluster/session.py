@@ -22,7 +22,7 @@ HERE = "local"
 """The address that starts Ray on this machine, whatever else runs here."""
 _ANSWER_S = 10.0
 _CHECK_S = 120.0
-"""Time in which a node answers; what it has to import first takes some seconds."""
+"""Time in which all nodes answer; what they have to import first takes some seconds."""
 _SEES_NO_GPU = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
 """For tasks without a GPU, to which Ray 2.60 leaves all those of their node."""
 
@@ -93,11 +93,13 @@ def require_shared(
     if not nodes:
         logger.warning("--ray: no node has %s; waits until one is added", needs)
     with _tokens(written) as tokens:
+        remote = ray.remote(num_cpus=0, max_retries=1)(look)
         looks = []
         for node in nodes:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            task = ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=1)(look)
+            task = remote.options(scheduling_strategy=there)
             looks.append(task.remote([str(path) for path in read], tokens))
+        ray.wait(looks, num_returns=len(looks), timeout=_CHECK_S)
         problems = Problems()
         for node, seen in zip(nodes, looks, strict=True):
             problems.extend(_problems(ray, node, seen))
@@ -120,7 +122,7 @@ def _slots_of(node: Mapping[str, Any], needs: Mapping[str, float]) -> int:
 def _problems(ray: Any, found: Mapping[str, Any], seen: Any) -> Iterator[str]:
     node = f"{found['NodeManagerHostname']} ({found['NodeManagerAddress']})"
     try:
-        missing, version = ray.get(seen, timeout=_CHECK_S)
+        missing, version = ray.get(seen, timeout=0)
     except (ray.exceptions.RayError, ModuleNotFoundError) as error:
         if found["NodeID"] not in [other["NodeID"] for other in _alive(ray)]:
             return  # It was lost since.

@@ -3,17 +3,20 @@
 Example: python scripts/benchmarks/cluster.py --tasks 2000
 
 Tasks are handed to a real Ray on this machine, with work that returns at once, so that what is measured is
-the driver's share. Items are listed without a cluster.
+the driver's share; many nodes are one, listed many times. Items are listed without a cluster.
 """
 
 import argparse
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 from diffsynth_lite.cli.cluster import parts_by_cost
 from diffsynth_lite.cluster.node import Ended
-from diffsynth_lite.cluster.session import HERE, connected
+from diffsynth_lite.cluster.session import HERE, connected, require_shared
 from diffsynth_lite.cluster.tasks import run_tasks
 from diffsynth_lite.data.records import Part
 
@@ -29,9 +32,11 @@ def main() -> None:
     """Print one line for each cost."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", type=int, default=2000, help="handed to Ray, and extrapolated to 100,000")
+    parser.add_argument("--nodes", type=int, default=1000, help="on each of which folders are looked at")
     parser.add_argument("--items", type=int, default=1_000_000, help="listed, and extrapolated to 10,000,000")
     parsed = parser.parse_args()
     _print_driver(parsed.tasks)
+    _print_nodes(parsed.nodes)
     _print_items(parsed.items)
     _print_bytes()
 
@@ -62,6 +67,23 @@ def _print_driver(count: int) -> None:
     print(
         f"100,000 tasks by that: {used * scale:.0f} s of the driver's processor, "
         f"{100_000 * sent / 2**20:.0f} MiB of arguments"
+    )
+
+
+def _print_nodes(count: int) -> None:
+    """What it costs to look on each node whether it sees the folders, before the first task."""
+    with connected(HERE) as ray, TemporaryDirectory() as folder:
+        found = ray.nodes() * count
+        needs = {"CPU": 1.0}
+        require_shared(ray, needs, written=[Path(folder)], read=[])
+        before, began_at, used = _peak_mib(), time.perf_counter(), time.process_time()
+        with patch.object(ray, "nodes", lambda: found):
+            require_shared(ray, needs, written=[Path(folder)], read=[Path(folder)])
+        seconds, used = time.perf_counter() - began_at, time.process_time() - used
+        grown = _peak_mib() - before
+    print(
+        f"{count:,} nodes: {seconds:.1f} s, {used:.1f} s of the driver's processor; its memory grew by "
+        f"{grown:.0f} MiB"
     )
 
 
