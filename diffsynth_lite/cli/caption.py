@@ -103,13 +103,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> None:
     """Write the captions, and print what comes next."""
     _check(parsed)
+    safe = f"the captions so far are written, and it goes on with {command(*parsed.words)}"
     if parsed.ray is not None:
-        _caption_on_cluster(parsed)
+        try:
+            _caption_on_cluster(parsed)
+        except KeyboardInterrupt:  # Ray would swallow what else a signal raises.
+            raise RunInterrupted(f"stopped; {safe}") from None
         return
     refuse_without_ray(parsed, "gpus_per_task", "parts")
     job = _job(parsed)
     console: Console = parsed.console
-    safe = f"the captions so far are written, and it goes on with {command(*parsed.words)}"
     with _interrupted_by_signals("it was a dry run, and nothing is written" if parsed.dry_run else safe):
         from diffsynth_lite.captioning.job import write_captions
 

@@ -221,11 +221,17 @@ def _start(queue: Queue) -> None:
 def _work(parsed: argparse.Namespace, queue: Queue) -> None:
     """Start what waits, one run a device, until nothing does: what go does, in this terminal or job."""
     refuse_group(os.environ, "queue work")
+    left = what_is_left(parsed)
     with worker_of(parsed, queue) as worker:
         try:
             worker.work()
         except KeyboardInterrupt:
-            logger.info("Ended; a run that it started goes on.")
+            logger.info("Ended; %s.", left)
+
+
+def what_is_left(parsed: argparse.Namespace) -> str:
+    """What becomes of a run when its worker ends, asked before that has started Ray."""
+    return "a run that it started " + ("ends with its Ray" if parsed.ray == HERE else "goes on")
 
 
 @contextmanager

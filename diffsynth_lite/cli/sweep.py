@@ -16,6 +16,7 @@ from diffsynth_lite.cli.queue import (
     add_device_arguments,
     add_worker_arguments,
     open_with_entries,
+    what_is_left,
     worker_of,
 )
 from diffsynth_lite.cli.report import write_page_of
@@ -69,10 +70,11 @@ def run(parsed: argparse.Namespace) -> None:
     os.chdir(workspace.path)  # Paths in its configs are relative to it.
     folders = [RunFolder(entry.folder_in(workspace)) for entry in entries]
     runs = {folder.path.name: folder for folder in folders}
+    left = what_is_left(parsed)
     try:
         _train(parsed, Queue(workspace), dict(zip(runs, entries, strict=True)), runs)
     except KeyboardInterrupt:
-        logger.info("Ended; a run that it started goes on. The same command goes on with the others.")
+        logger.info("Ended; %s. The same command goes on with the others.", left)
         return
     page = folders[0].path.with_name(f"{Path(parsed.config).stem}.html")
     shown, reports = write_page_of(page, {name: folder.path for name, folder in runs.items()})
