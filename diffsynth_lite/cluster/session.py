@@ -58,7 +58,10 @@ def connected(address: str) -> Iterator["ray"]:
         ) from None
     try:
         _require_answer(address)
-        ray.init(address=address, logging_level=logging.WARNING, runtime_env={"env_vars": _SEES_NO_GPU})
+        # What Ray Train starts to watch a run looks for a cluster by itself, and finds that of somebody else.
+        own = {"RAY_ADDRESS": address} if ":" in address else {}
+        variables = {"env_vars": {**_SEES_NO_GPU, **own}}
+        ray.init(address=address, logging_level=logging.WARNING, runtime_env=variables)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(

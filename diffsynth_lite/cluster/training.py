@@ -6,6 +6,7 @@ starts the group again on those that there are; a process is ``train``, as torch
 """
 
 import json
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,6 +27,9 @@ from diffsynth_lite.run_folder.folder import REQUEST_FILES, RunFolder
 
 _FINAL = (0, WRONG_INPUT, 3, 75)
 """Exit codes of ``train`` after which it is not started again: finished, refused, stopped."""
+_PORTS = range(20_000, 32_768)
+"""Between those of Ray's workers and those that Linux gives to connections, which may take one before the
+processes listen there."""
 _POLL_S = 0.2
 _TOGETHER_S = 10.0
 """Time in which the processes of all nodes end for one reason."""
@@ -178,7 +182,7 @@ def _train_here(config: dict[str, Any]) -> Ended:
     node, num_nodes = context.get_world_rank(), context.get_world_size()
     if node == 0:
         wait_for_lock(run.lock_file)
-    address = broadcast_from_rank_zero(_free_address(ray) if node == 0 else None)
+    address = broadcast_from_rank_zero((ray.util.get_node_ip_address(), free_port()) if node == 0 else None)
     words = list(request.words)
     if _checkpoints(run) - config["before"]:
         words += ["--resume", "auto"]  # whatever the first start was to resume from
@@ -220,11 +224,13 @@ def wait_for_lock(file: Path, limit_s: float = _LOCK_S) -> None:
             time.sleep(_POLL_S)
 
 
-def _free_address(ray: Any) -> tuple[str, int]:
-    """Where the processes of all nodes meet: an address of this node."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return ray.util.get_node_ip_address(), found.getsockname()[1]
+def free_port() -> int:
+    """A port of this node, where the processes of all nodes meet."""
+    for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with suppress(OSError), socket.socket() as found:
+            found.bind(("", port))
+            return port
+    raise TaskFailedError("no port is free")
 
 
 def _end_of(children: Sequence["subprocess.Popen[str]"]) -> tuple[int, int]:

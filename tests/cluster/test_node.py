@@ -1,6 +1,7 @@
 """What runs on a node: a command, how it ends, and what a node lacks; no cluster is started."""
 
 import multiprocessing
+import socket
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from diffsynth_lite import __version__
 from diffsynth_lite.cluster.node import Ended, TaskFailedError, look, run_command, start
-from diffsynth_lite.cluster.training import error_of, raise_as_it_ended, wait_for_lock
+from diffsynth_lite.cluster.training import error_of, free_port, raise_as_it_ended, wait_for_lock
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.queue.locks import take_lock
 
@@ -99,6 +100,15 @@ def test_a_run_ends_here_as_it_ended_there(tmp_path: Path) -> None:
     assert error_of(file) == "last"
     file.write_text('{"message": "cut')
     assert error_of(file) == ""
+
+
+def test_processes_meet_at_a_free_port_that_no_connection_is_given() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", free_port()))
+        others = {free_port() for _ in range(20)}
+        assert taken.getsockname()[1] not in others
+        assert len(others) > 1
+        assert max(others) < 32_768
 
 
 def test_a_start_waits_for_the_lock_of_the_one_before_it_and_not_for_ever(tmp_path: Path) -> None:
