@@ -55,7 +55,8 @@ def fill(run: TinyRun) -> Given:
 def captions(run: TinyRun) -> Given:
     (run.root / "ask.txt").write_text("Describe the image.")
     words = ["caption", str(run.root / "data"), "--model", str(run.root / "model")]
-    return [*words, "--instruction", str(run.root / "ask.txt")], ["model", "ask.txt", "data"]
+    words += ["--instruction", str(run.root / "ask.txt"), "--gpus-per-task", "0"]
+    return words, ["model", "ask.txt", "data"]
 
 
 def training(run: TinyRun) -> Given:
