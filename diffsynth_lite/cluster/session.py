@@ -119,7 +119,8 @@ def num_slots(ray: Any, needs: Mapping[str, float]) -> int:
 
 
 def _slots_of(node: Mapping[str, Any], needs: Mapping[str, float]) -> int:
-    return min(int(node["Resources"].get(name, 0) // amount) for name, amount in needs.items())
+    # 1 // 0.2 is 4; Ray counts in ten-thousandths.
+    return min(int(node["Resources"].get(name, 0) / amount + 1e-4) for name, amount in needs.items())
 
 
 def _problems(ray: Any, found: Mapping[str, Any], seen: Any) -> Iterator[str]:

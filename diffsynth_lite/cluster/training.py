@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,9 @@ processes listen there."""
 _POLL_S = 0.2
 _TOGETHER_S = 10.0
 """Time in which the processes of all nodes end for one reason."""
-_LOCK_S = 60.0
-"""Time in which a node that Ray has lost ends its processes, which hold the lock of the run."""
+_LOCK_S = 120.0
+"""Time in which a node that Ray has lost ends its processes, which hold the lock of the run; NFS keeps locks
+of a machine that is gone for 90 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +104,8 @@ def train_on_cluster(ray: Any, request: TrainingRequest, needs: Mapping[str, flo
         pool = ThreadPoolExecutor(1)  # Outside of the main thread Ray leaves the signals alone.
         scope.callback(pool.shutdown, wait=False)
         ask = scope.enter_context(_asked_by_signals(run))
-        fitting = pool.submit(trainer.fit)
-        while not wait([fitting], timeout=_POLL_S).done:
-            ask()
-            if not refused.empty():
-                # Where all were refused, all have ended; one that was is waited for by the others.
-                wait([fitting], timeout=_TOGETHER_S)
-                raise_as_it_ended(refused.get())
         try:
-            raise_as_it_ended(fitting.result().return_value)
+            _wait_for_end(pool.submit(trainer.fit), ask, refused)
         except TrainingFailedError as error:
             reason = str(error).strip().splitlines()[-1].rpartition(f"{TaskFailedError.__name__}: ")[2]
             raise RunStoppedError(
@@ -123,6 +117,17 @@ def train_on_cluster(ray: Any, request: TrainingRequest, needs: Mapping[str, flo
             raise RunStoppedError(
                 f"the cluster was lost: {reason}; the same command goes on from the last checkpoint"
             ) from error
+
+
+def _wait_for_end(fitting: Future[Any], ask: Callable[[], None], refused: Any) -> None:
+    """Wait until the run has ended, or a process of it was refused, and raise as it ended."""
+    while not wait([fitting], timeout=_POLL_S).done:
+        ask()
+        if not refused.empty():
+            # Where all were refused, all have ended; one that was is waited for by the others.
+            wait([fitting], timeout=_TOGETHER_S)
+            raise_as_it_ended(refused.get())
+    raise_as_it_ended(fitting.result().return_value)
 
 
 def _checkpoints(run: RunFolder) -> set[str]:
@@ -154,7 +159,8 @@ def _asked_by_signals(run: RunFolder) -> Iterator[Callable[[], None]]:
 
     def ask() -> None:
         if asked:
-            file.touch()
+            with suppress(FileNotFoundError):  # somebody removed the folder, which ends the run, too
+                file.touch()
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     before = {number: signal.signal(number, stop) for number in numbers}

@@ -190,7 +190,8 @@ class ConfigBuilder:
             keys[key.value] = key
             if path in self._settings and not self._goes_on(path, node):
                 self._replace(path)
-            self._keys[path] = key
+            if path not in self._settings:
+                self._keys[path] = key
             yield path, node
 
     def _goes_on(self, path: _Path, node: yaml.Node) -> bool:

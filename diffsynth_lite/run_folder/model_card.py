@@ -85,19 +85,25 @@ def write_model_card(folder: Path, card: ModelCard) -> None:
 
     A card that somebody edited, or wrote, stays as it is, and so do its images.
     """
-    path = folder / CARD
-    is_ours = not path.exists()
-    with suppress(UserError):  # it is not a file that a run writes
-        is_ours = is_ours or is_as_written(read_run_file(path).decode(errors="replace"))
-    if not is_ours:
-        logger.info("%s was edited; it and its images stay as they are.", path)
+    if is_edited(folder):
         return
     images = _images(card.samples)
     for name, source in images.items():
         (folder / IMAGES).mkdir(exist_ok=True)
         with replacing(folder / IMAGES / name) as temporary:
             shutil.copyfile(source, temporary)
-    write_text(path, _rendered(card, set(images)))
+    write_text(folder / CARD, _rendered(card, set(images)))
+
+
+def is_edited(folder: Path) -> bool:
+    """Whether somebody edited, or wrote, the card in a folder, which is logged."""
+    path = folder / CARD
+    is_ours = not path.exists()
+    with suppress(UserError):  # it is not a file that a run writes
+        is_ours = is_ours or is_as_written(read_run_file(path).decode(errors="replace"))
+    if not is_ours:
+        logger.info("%s was edited; it and its images stay as they are.", path)
+    return not is_ours
 
 
 def is_as_written(text: str) -> bool:

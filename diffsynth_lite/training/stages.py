@@ -304,7 +304,8 @@ def compiled_code_kept(run: Run) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # What a run did not use is not written again, so runs of other sizes have files of their own.
     sizes = ("width", "height", "resolutions", "sizes", "bucket_step", "max_aspect_ratio", "frame_counts")
-    include: Any = {"model": True, "lora": True, "data": set(sizes), "train": {"micro_batch_size"}}
+    train = {"micro_batch_size", "mixed_precision"}
+    include: Any = {"model": True, "lora": True, "data": set(sizes), "train": train}
     settings = config.model_dump(include=include) | {"torch": torch.__version__}
     settings["device"] = device_name(run.accelerator.device)
     file = folder / hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]

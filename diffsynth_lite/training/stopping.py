@@ -332,7 +332,8 @@ class Patience:
             self._step, self._samples = step, samples
             if (fewest := min(map(len, samples))) < _SHOWING:
                 message = (
-                    "train.stop_after: compares %d held-out items, which show little; hold out %d or more."
+                    "train.stop_after: compares %d values, which show little; hold out %d items or more, and "
+                    "with validation.scores give as many validation.plain_prompts."
                 )
                 logger.warning(message, fewest, _SHOWING)
             return

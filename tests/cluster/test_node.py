@@ -1,14 +1,13 @@
 """What runs on a node: a command, how it ends, and what a node lacks; no cluster is started."""
 
-import multiprocessing
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from processes import FORKED, wait_for
 
 from diffsynth_lite import __version__
 from diffsynth_lite.cluster.node import Ended, TaskFailedError, look, run_command, start
@@ -57,24 +56,23 @@ def test_wrong_input_is_an_answer_and_everything_else_may_be_tried_again(
             run_command("0/2", [], str(tmp_path))
 
 
+def start_and_wait(number: Path) -> None:
+    """A task, which writes the number of what it started into a file."""
+    child = start(["timeit", "-n1", "-r1", "import time; time.sleep(600)"], str(number.parent))
+    number.write_text(str(child.pid))
+    child.wait()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no signal for it")
 def test_what_a_task_started_is_killed_with_it(tmp_path: Path) -> None:
-    def task() -> None:
-        child = start(["timeit", "-n1", "-r1", "import time; time.sleep(600)"], str(tmp_path))
-        (tmp_path / "child").write_text(str(child.pid))
-        child.wait()
-
-    process = multiprocessing.get_context("fork").Process(target=task)
+    number = tmp_path / "child"
+    process = FORKED.Process(target=start_and_wait, args=(number,))
     process.start()
-    end = time.monotonic() + 60
-    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
-        time.sleep(0.01)
-    child = psutil.Process(int((tmp_path / "child").read_text()))
+    wait_for(lambda: number.exists() and number.read_text())
+    child = psutil.Process(int(number.read_text()))
     process.kill()
     process.join()
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_node_names_the_folders_that_are_not_the_same_there(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def test_tasks_that_run_at_once_are_counted_by_node_and_not_on_those_that_are_lo
     found = [node(CPU=8, GPU=3), node(CPU=8, GPU=1), node(CPU=64), node(CPU=0, GPU=8)]
     ray = SimpleNamespace(nodes=lambda: [*found, node(is_alive=False, CPU=8, GPU=8)])
     assert num_slots(ray, {"CPU": 1, "GPU": 2}) == 1
-    assert num_slots(ray, {"CPU": 1, "GPU": 0.5}) == 8
+    assert num_slots(ray, {"CPU": 1, "GPU": 0.2}) == 8 + 5
     assert num_slots(ray, {"CPU": 1, "A100": 1}) == 0
 
 

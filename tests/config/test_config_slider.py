@@ -95,6 +95,11 @@ def test_settings_come_on_top_of_those_of_the_section(config):
     )
     slider = load_config(config.parent / "mine.yaml", ["objective.slider.eta=0.7"]).config.objective.slider
     assert (len(slider.triples), slider.anchors, slider.eta) == (2, ["a car"], 0.7)
+    config.write_text(config.read_text().replace("anchors: [a car], ", ""))
+    (line,) = load_config(config, [f"objective.slider.triples={TWO}", "validation.guidance_scale=2"]).warnings
+    assert line.startswith(
+        f"{config}:{len(config.read_text().splitlines())} objective.slider.anchors: is empty"
+    )
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_the_means_of_several_samples_add_up_and_few_are_warned_of(caplog: pytes
     assert caplog.messages == []
     patience = Patience(1, 10, progress="a higher score")
     patience.note(0, [[5, 6, 7], [1, 1]])
-    assert caplog.messages[0].startswith("train.stop_after: compares 2 held-out items, which show little")
+    assert caplog.messages[0].startswith("train.stop_after: compares 2 values, which show little")
     patience.note(10, [[4.9, 5.9, 6.9], [1.0, 1.1]])
     assert str(patience.cause).endswith("did not show a higher score; a larger number continues it")
     patience.note(20, [[4.9, 5.9, 6.9], [1.05, 1.05]])

@@ -7,7 +7,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import replacing, set_aside
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.loras import SUFFIX, lora_copies
-from diffsynth_lite.run_folder.model_card import CARD, IMAGES
+from diffsynth_lite.run_folder.model_card import CARD, IMAGES, is_edited
 from diffsynth_lite.scores.recommendation import recommend
 from diffsynth_lite.scores.record import read_scores
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def follow_scores(folder: RunFolder, export: str, *, kept: int | None, sets_aside: bool = True) -> int | None:
-    """Have ``lora_best`` be the copy of the recommended step of the run, with its card.
+    """Have ``lora_best`` be the copy of the recommended step of the run, with its card unless one was edited.
 
     Args:
         export: that the copies are of, ``lora`` or ``lora_ema``.
@@ -44,7 +44,8 @@ def follow_scores(folder: RunFolder, export: str, *, kept: int | None, sets_asid
             logger.warning("The scores recommend no step: %s moved to %s.", place, set_aside(place, "left"))
     elif best != kept:
         source = copies[best].path
-        for file in [*source.glob(f"*{SUFFIX}"), *source.glob(CARD), *source.glob(f"{IMAGES}/*")]:
+        card = () if is_edited(place) else (CARD, f"{IMAGES}/*")
+        for file in [file for pattern in (f"*{SUFFIX}", *card) for file in source.glob(pattern)]:
             copied = place / file.relative_to(source)
             copied.parent.mkdir(parents=True, exist_ok=True)
             with replacing(copied) as temporary:

@@ -33,6 +33,7 @@ def test_the_best_lora_is_that_of_the_recommended_step_and_moves_with_it(run: Ru
     write_run_scores(run.path, BASE | {10: (0.7, 0.9), 20: (0.6, 0.9)})
     assert follow_scores(run, "lora", kept=20) == 10
     assert best(run) == "step 10"
+    assert (run.best_lora_folder / "README.md").read_text() == "step 20"  # unmarked, as somebody wrote it
     (run.best_lora_folder / FILE).write_text("as it was")
     assert follow_scores(run, "lora", kept=10) == 10
     assert best(run) == "as it was"
