@@ -9,13 +9,17 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from processes import reset_warnings
 
+HOLD = "hold"
+"""A file in the folder that commands are started in: they begin when it is gone."""
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
@@ -41,6 +45,8 @@ def _run(words: Sequence[str], given: Mapping[str, Any]) -> NoReturn:
     try:
         gc.freeze()  # What the other threads had is not closed: its numbers are those of other files now.
         _detach(given)
+        while Path(HOLD).exists():
+            time.sleep(0.02)
         sys.argv = [*words]
         runpy.run_path(str(sys.modules[words[0]].__file__), run_name="__main__")
         code = 0

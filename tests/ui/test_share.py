@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from browser import PHONE_PX, Browser, Page
+from forked_commands import HOLD
 from hub_server import REPOSITORY, Hub, serving
 from huggingface_hub import constants
 from processes import wait_for
@@ -277,10 +278,13 @@ def opened(browser: Browser, server: Server, *, dark: bool = False) -> Iterator[
 def test_a_server_that_is_killed_loses_no_conversion_and_a_failure_is_shown_in_the_words_of_the_command(
     screen: Screen, run: Path, browser: Browser
 ) -> None:
+    hold = screen.workspace.path / HOLD
+    hold.touch()
     with server_process(screen.workspace.path) as server, opened(browser, server) as page:
         page.press("button", "Convert for ComfyUI")
         page.await_control("button", "Stop the conversion")
         server.kill()
+    hold.unlink()
     wait_for(lambda: not Job.of(screen.workspace, "convert", run).is_alive)
     with server_process(screen.workspace.path) as server, opened(browser, server, dark=True) as page:
         page.await_control("link", "Download for ComfyUI")
