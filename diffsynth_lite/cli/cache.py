@@ -124,6 +124,7 @@ def _fill_on_cluster(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig])
 
     for one in loaded:
         cache = shared_folder(one.config.data.cache_dir, key="data.cache_dir")
+        read = folders_of(one.config, sections=("model", "data", "validation"))
         records = find_training_records(one.config).require_all()
         presets = [word for name in parsed.presets for word in ("--preset", name)]
         words = ["cache", "fill", "--config", str(one.path.resolve()), *presets, *parsed.overrides]
@@ -132,7 +133,7 @@ def _fill_on_cluster(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig])
             words,
             {record.name: float(record.target.stat().st_size) for record in records},
             written=[cache],
-            read=[Path.cwd(), one.path.resolve(), *folders_of(one.config)],
+            read=[Path.cwd(), one.path.resolve(), *read],
             then=words,  # It finds what only all parts together show.
         )
         require_done(ended)

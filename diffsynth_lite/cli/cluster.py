@@ -4,7 +4,7 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 10
 """A run of days may lose some nodes; what fails at each start has failed by then."""
 _RAY_FLAGS = ("--ray", "--ray-resources", "--gpus-per-task", "--parts")
+_WRITTEN = ("output.dir", "data.cache_dir")
+"""Settings of folders that are made where they are not there."""
 _PARTS_PER_SLOT = 4
 """Tasks for each that the cluster runs at once, so that their costs even out."""
 
@@ -137,12 +139,20 @@ def shared_folder(text: str, *, key: str) -> Path:
     return Path(text).expanduser().resolve()
 
 
-def folders_of(config: Config) -> list[Path]:
-    """The folders of data and of the base model; not those that come from a hub."""
-    given = {f"{key}.path": source.path for key, source in config.data.sources_by_key.items()}
-    given["model.path"] = config.model.path
-    paths = [shared_folder(path, key=key) for key, path in given.items() if path]
-    return [path for path in paths if path.exists()]
+def folders_of(config: Config, *, sections: Container[str] = Config.model_fields) -> list[Path]:
+    """The files and folders that settings name for reading, and ``output.copy_to``; not what is on a hub.
+
+    Args:
+        sections: of the config, whose settings matter.
+    """
+    sources = config.data.sources_by_key.items()
+    datasets = [(f"{key}.dataset", source.dataset) for key, source in sources if source.dataset]
+    found = list[Path]()
+    for key, path in (*config.paths(), *datasets):
+        is_uri = key == "data.sealed" and "://" in path  # which each node reads by itself
+        if key.partition(".")[0] in sections and key not in _WRITTEN and not is_uri:
+            found.append(shared_folder(path, key=key))
+    return list(dict.fromkeys(path for path in found if path.exists()))
 
 
 def run_parts(

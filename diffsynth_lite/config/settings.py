@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
-from typing import Annotated, Any, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Self, TypeAlias, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -152,6 +152,11 @@ class ConfigError(UserError):
         self.problems = problems
 
 
+def _is_path(annotation: Any) -> bool:
+    """Whether a type is :data:`FilePath`, or holds it."""
+    return annotation == AfterValidator(require_possible_path) or any(map(_is_path, get_args(annotation)))
+
+
 class Settings(BaseModel):
     """One section of the config: frozen, and checked when it is made. The text under a setting documents it.
 
@@ -181,6 +186,18 @@ class Settings(BaseModel):
     def is_default(self, key: str) -> bool:
         """Whether an optional setting has its default value."""
         return bool(getattr(self, key) == self.default(key))
+
+    def paths(self) -> Iterator[tuple[str, str]]:
+        """Key and value of each setting that is a path, also of the sections within this one."""
+        for key, field in type(self).model_fields.items():
+            value = getattr(self, key)
+            is_several, is_path = isinstance(value, list), _is_path(field.rebuild_annotation())
+            for place, one in enumerate(value if is_several else [value]):
+                name = f"{key}[{place}]" if is_several else key
+                if isinstance(one, Settings):
+                    yield from ((f"{name}.{inner}", path) for inner, path in one.paths())
+                elif is_path and one is not None:
+                    yield name, one
 
     @field_validator("*", mode="before")
     @classmethod

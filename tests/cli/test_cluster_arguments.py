@@ -13,6 +13,7 @@ from diffsynth_lite.cli.cluster import (
     add_ray_arguments,
     add_training_arguments,
     default_gpus,
+    folders_of,
     parts_by_cost,
     ray_words,
     require_done,
@@ -21,6 +22,7 @@ from diffsynth_lite.cli.cluster import (
 from diffsynth_lite.cli.main import build_parser, main
 from diffsynth_lite.cli.queue import worker_of
 from diffsynth_lite.cluster.node import Ended
+from diffsynth_lite.config import load_config
 from diffsynth_lite.data.records import Part
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.queue.entry import Entry
@@ -156,9 +158,39 @@ def test_wrong_input_is_the_users_and_what_failed_otherwise_is_not() -> None:
         require_done([fine, bad, lost])
 
 
+def test_nodes_are_to_see_each_file_and_folder_that_settings_name_and_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    read = ["model", "expert.gguf", "photos", "photos.csv", "inputs", "masks", "drawings", "held", "a.png"]
+    trained = ["before", "copies", "step"]
+    for name in (*read, *trained, "cache", "run"):
+        Path(name).mkdir()
+    Path("mine.yaml").write_text(
+        "model: {family: wan, path: model, transformer_file: on/a/hub, transformer_2_file: expert.gguf}\n"
+        "lora: {init_from: before}\n"
+        "data:\n  cache_dir: cache\n  sealed: s3://bucket/sealed\n  sources:\n"
+        "  - {path: photos, metadata: photos.csv, input_dirs: [inputs], mask_dir: masks}\n"
+        "  - {dataset: drawings, loss_weight: 2}\n"
+        "validation: {data: held, prompts: [a, b], inputs: [a.png, a.png]}\n"
+        "output: {dir: run, copy_to: copies}\n"
+        "resume: {source: step}\n"
+    )
+    config = load_config("mine.yaml").config
+    assert sorted(folders_of(config)) == sorted(tmp_path / name for name in (*read, *trained))
+    filled = folders_of(config, sections=("model", "data", "validation"))
+    assert sorted(filled) == sorted(tmp_path / name for name in read)
+
+
 @pytest.mark.parametrize(
     ("command", "key"),
-    [("cache fill", "data.cache_dir"), ("train", "output.dir"), ("train", "model.path")],
+    [
+        ("cache fill", "data.cache_dir"),
+        ("cache fill", "data.mask_dir"),
+        ("train", "output.dir"),
+        ("train", "model.path"),
+        ("train", "lora.init_from"),
+    ],
 )
 def test_an_object_store_is_refused_before_a_cluster_is_joined(
     command: str, key: str, tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
