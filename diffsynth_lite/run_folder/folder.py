@@ -205,7 +205,7 @@ class RunFolder:
         Somebody may have renamed or removed it, and then begun another run under its name. Where only the
         lock was removed, it is taken again.
         """
-        lacks_lock = self._locked and not (self.lock_file).exists()
+        lacks_lock = self._locked and not self.lock_file.exists()
         if lacks_lock and self.path.is_dir():
             time.sleep(_REMOVAL_S)  # A removal of the folder may have begun with this file.
         if not self.path.is_dir() or (lacks_lock and self._is_of_others()):
