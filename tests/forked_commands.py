@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,10 +54,11 @@ def _run(words: Sequence[str], given: Mapping[str, Any]) -> NoReturn:
     except SystemExit as end:
         code = int(end.code or 0)
     finally:
-        if sys.exc_info()[0]:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # nobody reads it; this fork must end all the same
+            if sys.exc_info()[0]:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 

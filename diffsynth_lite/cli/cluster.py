@@ -168,7 +168,7 @@ def run_parts(
     """Run a command in parts on a cluster.
 
     Args:
-        words: of the command, after the name of the program, with absolute paths.
+        words: of the command, after the name of the program, started in this folder on all nodes.
         costs: of its items, by name, in any unit.
         written: folders that it writes to.
         read: files and folders that it reads.

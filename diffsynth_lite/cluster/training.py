@@ -113,7 +113,7 @@ def train_on_cluster(ray: Any, request: TrainingRequest, needs: Mapping[str, flo
                 "goes on from its last checkpoint"
             ) from error
         except ray.exceptions.RayError as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
             raise RunStoppedError(
                 f"the cluster was lost: {reason}; the same command goes on from the last checkpoint"
             ) from error

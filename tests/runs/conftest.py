@@ -21,9 +21,8 @@ from diffsynth_lite.pipelines.qwen_image import tiny
 
 def pytest_before_fork() -> None:
     """Train a step: what libraries do when they are first used takes each process that tests fork 0.3 s."""
-    if (
-        not torch.cuda.is_available()
-    ):  # with which autograd has threads, after which no fork computes gradients
+    # With CUDA autograd has threads, after which no fork computes gradients.
+    if not torch.cuda.is_available():
         # What raises here fails the tests of runs.
         pytest.CallInfo.from_call(_train_a_step, "setup", KeyboardInterrupt)
 
