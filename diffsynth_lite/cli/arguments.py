@@ -116,16 +116,21 @@ def command(*words: str, here: Path | None = None) -> str:
     return shlex.join([*program, *words])
 
 
-def train_command(words: Sequence[str], *, num_processes: int, here: Path | None = None) -> str:
-    """The command that trains, in so many processes of this machine.
+def train_command(
+    words: Sequence[str], *, num_processes: int, num_nodes: int = 1, here: Path | None = None
+) -> str:
+    """The command that trains, in so many processes of this machine, or of each node.
 
     Args:
         words: after the name of the command.
         here: see :func:`command`.
     """
-    if num_processes == 1:
+    if num_nodes == num_processes == 1:
         return command("train", *words, here=here)
-    launcher = ["torchrun", "--standalone", "--nproc_per_node", str(num_processes)]
+    meeting = ["--standalone"]
+    if num_nodes > 1:
+        meeting = f"--nnodes {num_nodes} --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500".split()
+    launcher = ["torchrun", *meeting, "--nproc_per_node", str(num_processes)]
     return shlex.join([*launcher, "-m", "diffsynth_lite.cli.train", *words])
 
 

@@ -11,13 +11,11 @@ from diffsynth_lite.cli.arguments import train_command
 from diffsynth_lite.cli.train import load, parse_words, settings_of, words_of
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.queue.entry import MOST_NODES, MOST_PROCESSES
 from diffsynth_lite.redaction import MASK
 from diffsynth_lite.run_folder.command import Continuation, StartCommand
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.reading import read_run_file
-
-_MOST_PROCESSES = 64
-"""More are not those of one machine, or somebody wants to stop this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +46,12 @@ def continuation(path: Path, *, within: Path | None = None) -> Continuation:
     if source := _resume_source(run, way.config.resume.source):
         way.parsed.resume = source
     arguments = words_of(way.parsed)
-    num_processes = started.num_processes if started is not None else 1
-    if num_processes > _MOST_PROCESSES:
-        num_processes = 1
-    shown = train_command(arguments, num_processes=num_processes, here=way.working_folder)
+    num_nodes = started.num_nodes if started is not None else 1
+    num_processes = max(1, started.num_processes // num_nodes) if started is not None else 1
+    if num_processes > MOST_PROCESSES or num_nodes > MOST_NODES:  # somebody wants to stop this machine
+        num_processes = num_nodes = 1
+    count = {"num_processes": num_processes, "num_nodes": num_nodes}
+    shown = train_command(arguments, **count, here=way.working_folder)
     if way.working_folder != Path.cwd():
         shown = f"cd {shlex.quote(str(way.working_folder))} && {shown}"
     for key, name in way.config.code_of_others.items():
@@ -65,7 +65,7 @@ def continuation(path: Path, *, within: Path | None = None) -> Continuation:
         presets=tuple(way.parsed.presets),
         settings=tuple(settings_of(way.parsed)),
         working_folder=way.working_folder,
-        num_processes=num_processes,
+        **count,
         shown=shown,
     )
 

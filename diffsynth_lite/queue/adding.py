@@ -78,6 +78,7 @@ def entry_of_continuation(workspace: Workspace, run: Path, found: Continuation) 
         settings=tuple(each for each in found.settings if not each.startswith("output.dir=")),
         presets=found.presets,
         num_processes=found.num_processes,
+        num_nodes=found.num_nodes,
         working_folder="" if is_here else str(found.working_folder),
     )
     require_startable(entry, workspace)

@@ -20,21 +20,24 @@ class StartCommand:
         working_folder: to which their paths are relative.
         host: name of the machine of the main process.
         num_processes: of the run.
+        num_nodes: that these are on, as many on each.
     """
 
     arguments: Sequence[str]
     working_folder: str
     host: str
     num_processes: int
+    num_nodes: int = 1
 
     @classmethod
-    def of(cls, arguments: Sequence[str], num_processes: int) -> "StartCommand":
+    def of(cls, arguments: Sequence[str], num_processes: int, num_nodes: int = 1) -> "StartCommand":
         """How this process was started."""
         return cls(
             arguments=list(arguments),
             working_folder=str(Path.cwd()),
             host=socket.gethostname(),
             num_processes=num_processes,
+            num_nodes=num_nodes,
         )
 
     def as_text(self) -> str:
@@ -49,10 +52,19 @@ class StartCommand:
             found = parse_json(read_run_file(path))
         except (OSError, ValueError):
             return None
-        kinds = {"arguments": list, "working_folder": str, "host": str, "num_processes": int}
-        if not isinstance(found, dict) or {name: type(found.get(name)) for name in kinds} != kinds:
+        kinds = {
+            "arguments": list,
+            "working_folder": str,
+            "host": str,
+            "num_processes": int,
+            "num_nodes": int,
+        }
+        found = {"num_nodes": 1, **found} if isinstance(found, dict) else {}
+        if {name: type(found.get(name)) for name in kinds} != kinds:
             return None
-        if not all(isinstance(word, str) for word in found["arguments"]) or found["num_processes"] < 1:
+        if not all(isinstance(word, str) for word in found["arguments"]):
+            return None
+        if min(found["num_processes"], found["num_nodes"]) < 1:
             return None
         return cls(**{name: found[name] for name in kinds})
 
@@ -65,7 +77,8 @@ class Continuation:
         arguments: of ``train``; ``config``, ``presets`` and ``settings`` ask for the same.
         working_folder: to start in. It may be somebody else's, so no modules may be taken from it: ``python
             -P``, or the installed program.
-        num_processes: that the run had; another number trains on, too.
+        num_processes: that the run had on each node; another number trains on, too.
+        num_nodes: that the run had.
         shown: the whole command, as a person types it in the folder that this process runs in.
     """
 
@@ -75,4 +88,5 @@ class Continuation:
     settings: tuple[str, ...]
     working_folder: Path
     num_processes: int
+    num_nodes: int
     shown: str

@@ -45,6 +45,7 @@ from diffsynth_lite.training.checks import (
 from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed.agreement import on_main_process
 from diffsynth_lite.training.distributed.context import check_context, context_of
+from diffsynth_lite.training.distributed.devices import count_nodes
 from diffsynth_lite.training.distributed.sharding import (
     check_sharding,
     require_as_many_passes,
@@ -117,6 +118,7 @@ class Run:
         requests: of signals and files, to stop, to save and to generate previews.
         status: while the run goes on; only the main process writes it.
         arguments: of ``train``, which started the run.
+        num_nodes: that its processes are on.
         predicted_bytes: estimated memory of a step on the device; None where ``memory`` left nothing open.
         chosen: what ``memory.auto`` chose and the run keeps when it resumes, by dotted key.
     """
@@ -133,6 +135,7 @@ class Run:
     requests: Requests
     status: RunningStatus
     arguments: Sequence[str]
+    num_nodes: int = 1
     predicted_bytes: int | None = None
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
@@ -183,7 +186,7 @@ class Run:
     def write_settings(self) -> None:
         """Write the config and how the run was started, so that whoever finds the folder can resume it."""
         folder, loaded = self.folder, self.loaded
-        command = StartCommand.of(self.arguments, self.accelerator.num_processes)
+        command = StartCommand.of(self.arguments, self.accelerator.num_processes, self.num_nodes)
         # The first one: a new folder that a kill leaves without a status is known by it.
         texts = {folder.command_file: command.as_text(), folder.resolved_file: loaded.resolved_yaml}
         is_from_here = loaded.path.resolve() == folder.resolved_file.resolve()
@@ -343,6 +346,7 @@ def open_run(
         ),
         status=RunningStatus(folder),
         arguments=arguments,
+        num_nodes=count_nodes(accelerator),
     )
     with ExitStack() as held, run.requests.signals.listening(), shortages_explained(folder.path):
         on_main_process(accelerator, held.enter_context, folder.lock())

@@ -13,7 +13,9 @@ from diffsynth_lite.cli.arguments import command
 from diffsynth_lite.cli.continuation import continuation
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.queue.adding import entry_of_continuation
 from diffsynth_lite.run_folder.command import StartCommand
+from diffsynth_lite.workspace import Workspace
 
 PLACES = ("~nobody-of-this-name/a", "/" + "a" * 9999, "'\0'", "\ud800", "..", "''")
 CONFIG = "model: {family: qwen_image, path: m}\ndata: {path: d}\noutput: {dir: runs/a}\n"
@@ -53,6 +55,22 @@ def test_the_command_that_started_it_continues_a_run_from_wherever_it_is_asked(
     assert continuation(run).num_processes == 1
 
 
+@pytest.mark.parametrize(
+    ("num_processes", "num_nodes", "expected"),
+    [(16, 2, (8, 2)), (2, 2, (1, 2)), (1, 2, (1, 2)), (80, 10, (8, 10)), (10**6, 10**5, (1, 1))],
+)
+def test_a_run_of_several_nodes_is_queued_for_as_many_with_as_many_processes_each(
+    run: Path, tmp_path: Path, num_processes: int, num_nodes: int, expected: tuple[int, int]
+) -> None:
+    change(num_processes=num_processes, num_nodes=num_nodes)(run)
+    (run / "status.json").write_text('{"found_at": {}}')
+    found = continuation(run)
+    entry = entry_of_continuation(Workspace(tmp_path), run, found)
+    assert (entry.num_processes, entry.num_nodes) == expected
+    is_several = f"--nnodes {num_nodes} " in found.shown and f"--nproc_per_node {expected[0]} " in found.shown
+    assert is_several == (expected != (1, 1))
+
+
 def change(**values: Any) -> Callable[[Path], None]:
     """Other values in ``command.json``."""
 
@@ -72,6 +90,8 @@ def change(**values: Any) -> Callable[[Path], None]:
         *(change(arguments=["--config", file]) for file in ("a" * 9999, "\0", "\ud800", "/dev/zero", "/")),
         *(change(arguments=["--config", "a.yaml", f"output.dir={place}"]) for place in PLACES),
         change(num_processes=0),
+        change(num_nodes=0),
+        change(num_nodes="2"),
         change(arguments=["--config", "a.yaml", 1]),
         change(arguments=["--config", "a.yaml", "--help"]),
         change(arguments=["--config", "a.yaml", "--trust", "train.steps=7"]),

@@ -78,7 +78,7 @@ def test_two_processes_train_on_the_same_samples_as_one_and_their_machines_share
     assert program.wait() == 0, program.printed()
     assert "Runs in 2 processes of 2 machines on the CPU" in program.printed()
     found = continuation(double)
-    assert found.num_processes == 2
+    assert (found.num_processes, found.num_nodes) == (1, 2)
     assert found.shown.endswith(shlex.join(found.arguments))
     rows = [[row for row in watched_run.metrics(folder) if "loss" in row] for folder in (single, double)]
     for one, other in zip(*rows, strict=True):

@@ -32,6 +32,12 @@ def batch_layout(config: Config, num_processes: int, process_index: int = 0) -> 
     )
 
 
+def count_nodes(accelerator: Accelerator) -> int:
+    """Machines that the processes of a run are on; call it on all processes."""
+    here = [bool(accelerator.is_local_main_process)]
+    return sum(here if accelerator.num_processes == 1 else gather_object(here))
+
+
 def describe_run(config: Config, accelerator: Accelerator) -> str:
     """Processes, machines, devices, precision and batch of a run as one line; call it on all processes."""
     layout = batch_layout(config, accelerator.num_processes)
