@@ -49,7 +49,7 @@ def unmounted(cluster: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def fill(run: TinyRun) -> Given:
     words = ["cache", "fill", *run.arguments, "--gpus-per-task", "0"]
-    return words, ["tiny.yaml", "data", "model", "cache"]
+    return words, ["tiny.yaml", "model", "data", "cache"]
 
 
 def captions(run: TinyRun) -> Given:
@@ -61,7 +61,7 @@ def captions(run: TinyRun) -> Given:
 
 def training(run: TinyRun) -> Given:
     words = ["train", *run.arguments, "--gpus-per-node", "0"]
-    return words, ["tiny.yaml", "data", "model", "", "cache"]
+    return words, ["tiny.yaml", "model", "data", "", "cache"]
 
 
 def a_queue(run: TinyRun) -> Given:
@@ -71,7 +71,7 @@ def a_queue(run: TinyRun) -> Given:
     there = ["--workspace", str(run.root)]
     assert main(["queue", "add", *there, "--config", "tiny.yaml", *run.settings]) == 0
     words = ["queue", "work", *there, "--gpus-per-node", "0"]
-    return words, ["", "configs/tiny.yaml", "data", "model", "runs", "cache"]
+    return words, ["", "configs/tiny.yaml", "model", "data", "runs", "cache"]
 
 
 @pytest.mark.parametrize("command", [fill, captions, training, a_queue])
