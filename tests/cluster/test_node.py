@@ -58,7 +58,8 @@ def test_wrong_input_is_an_answer_and_everything_else_may_be_tried_again(
 
 def start_and_wait(number: Path) -> None:
     """A task, which writes the number of what it started into a file."""
-    child = start(["timeit", "-n1", "-r1", "import time; time.sleep(600)"], str(number.parent))
+    survive = "import time; time.sleep(60); open('survived', 'w').close()"
+    child = start(["timeit", "-n1", "-r1", survive], str(number.parent))
     number.write_text(str(child.pid))
     child.wait()
 
@@ -73,6 +74,7 @@ def test_what_a_task_started_is_killed_with_it(tmp_path: Path) -> None:
     process.kill()
     process.join()
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert not (tmp_path / "survived").exists()
 
 
 def test_a_node_names_the_folders_that_are_not_the_same_there(tmp_path: Path) -> None:
